@@ -278,8 +278,7 @@ def _same_as_others(
     """Returns an all-reduce process's dataset and its input context.
 
     All processes shuffle global batches alike; if `input_fn` takes a context,
-    each process reads its own batches. Raises `ValueError` if the processes do
-    not run the same program.
+    each reads its own. Raises `ValueError` if their programs differ.
     """
     group = group_of(strategy)
     peers, tasks = Peers(group), list(group.addresses())

@@ -33,8 +33,7 @@ def chief_hooks(
 
     As in TF1, a user's hook that saves to the same directory replaces the
     default saver and notifies its listeners. The hooks trigger at multiples of
-    their intervals, rather than from step 1 on, so that dispatches end where
-    checkpoints are due.
+    their intervals, so that dispatches end where checkpoints are due.
     """
     if package := replaces_fit():
         _log.warning(

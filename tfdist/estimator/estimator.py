@@ -124,8 +124,7 @@ class Estimator:
     ) -> Estimator:
         """Trains from the latest checkpoint, if there is one.
 
-        Call it in a single process, on the chief, or in every process of an
-        all-reduce job.
+        Call it in one process, on the chief, or in all processes of all-reduce.
 
         Args:
             input_fn: As for `TrainSpec`. In one process, the checkpoint's

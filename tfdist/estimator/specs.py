@@ -79,8 +79,7 @@ class RunConfig:
         save_checkpoints_steps, save_checkpoints_secs: Steps or seconds between
             checkpoints; not both. Default: 60 s, or longer if saving would
             take more than 1 % of the time. None or 0: no checkpoints.
-        keep_checkpoint_max: Number of recent checkpoints kept; 0 or None keeps
-            all.
+        keep_checkpoint_max: Recent checkpoints to keep; 0 or None keeps all.
         keep_checkpoint_every_n_hours: Also keeps one checkpoint every n hours.
             None or the default (more than a year): no additional ones.
         log_step_count_steps: Steps between progress lines; None for none.

@@ -42,9 +42,8 @@ class WarmStartSettings:
     'old_job'
 
     Attributes:
-        ckpt_to_initialize_from: A checkpoint, or a directory of checkpoints;
-            also of TF1 or its Estimator, whose variable names for canned models
-            are translated.
+        ckpt_to_initialize_from: A checkpoint or a directory of checkpoints, or
+            those of TF1 or its Estimator (canned models' names are translated).
         vars_to_warm_start: Regular expression to search for in the names of
             weights, or a list of them; unlike in TF, it also selects
             non-trainable weights. A list also restores the slots, for which

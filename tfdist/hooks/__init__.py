@@ -1,6 +1,6 @@
-"""What runs beside the steps.
+"""Hooks: code that runs between the steps of a session.
 
-Read in this order: `session_run_hook` (what a hook is, and who calls it),
+Read in this order: `session_run_hook` (the interface, and how it is called),
 `basic`, `saving_hooks`, `summary_hooks` with `events`, `progress`,
 `early_stopping`, `callbacks` (Keras' own) with `callback_checks`.
 """

@@ -1,6 +1,6 @@
-"""Hooks of `tf.compat.v1.train` that stop, log, check and take values.
+"""Hooks of `tf.compat.v1.train` that stop, log, check and collect values.
 
-Their names, arguments and cadences are TF1's; where one differs, it says so.
+Names, arguments and cadences are TF1's; docstrings state the differences.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ NanLossDuringTrainingError = tf.compat.v1.train.NanLossDuringTrainingError
 class StopAtStepHook(SessionRunHook):
     """Requests a stop at a step.
 
-    As `tf.compat.v1.train.StopAtStepHook`, but the step is never passed: no
-    run is longer than the steps left, and a session that is already there runs
-    no step (TF1 ran one more), which a warning tells.
+    Like `tf.compat.v1.train.StopAtStepHook`, but never exceeds the step: no run
+    is longer than the remaining steps, and a session that is already there runs
+    no step, with a warning (TF1 ran one more).
 
     Args:
-        num_steps: Steps to run from the first session on; a recovery in the
-            same process does not start the count again, one that restarts it
-            does.
+        num_steps: Steps to run, counted from the first session; a recovery in
+            the same process does not restart the count, but a restart of the
+            process does.
         last_step: Global step at which to stop. Exactly one must be given.
 
     >>> hook = tfdist.StopAtStepHook(last_step=1_000)
@@ -57,7 +57,7 @@ class StopAtStepHook(SessionRunHook):
         self._last_step = last_step or 0
 
     def after_create_session(self, session: Session, coord: Any) -> None:
-        """Computes the last step, once, and stops if it is reached."""
+        """Computes the last step once, and stops if it has been reached."""
         if not self._last_step:
             self._last_step = session.step + self._num_steps
         if session.step >= self._last_step:
@@ -73,7 +73,7 @@ class StopAtStepHook(SessionRunHook):
                 )
 
     def steps_until_next(self, step: int) -> int | None:
-        """The steps left."""
+        """Returns the remaining steps."""
         return max(1, self._last_step - step)
 
     def after_run(self, run_context: RunContext, run_values: RunValues) -> None:
@@ -85,18 +85,18 @@ class StopAtStepHook(SessionRunHook):
 class LoggingTensorHook(TimedHook):
     """Logs values every N steps, every N seconds, or at the end.
 
-    As `tf.compat.v1.train.LoggingTensorHook`: the first step is logged, then
-    every N later (1, 4, 7 for N=3), by the global step.
+    Like `tf.compat.v1.train.LoggingTensorHook`: it logs the first step, then
+    every N steps (1, 4, 7 for N=3), by the global step.
 
     Args:
         tensors: Names of logs or variables, or variables; or a dict from the
-            tag that is logged to these.
+            tags to log to these.
         every_n_iter: Steps between lines.
         every_n_secs: Seconds between lines. Exactly one must be given; none
             is needed with `at_end`.
-        at_end: Whether the values at the end are logged: the logs of the last
-            run, and the variables as they are then.
-        formatter: From a dict of tag to value to the line. Default:
+        at_end: Whether to log the final values: the logs of the last run, and
+            the current values of the variables.
+        formatter: Maps a dict of values by tag to the line. Default:
             `a = 1, b = 2 (0.123 sec)`.
 
     >>> hook = tfdist.LoggingTensorHook(["loss"], every_n_iter=100)
@@ -134,7 +134,7 @@ class LoggingTensorHook(TimedHook):
         self._write(context.session)
 
     def end(self, session: Session) -> None:
-        """Logs the values at the end, if so wanted."""
+        """Logs the final values if `at_end` is true."""
         if self._at_end:
             self._secs, _ = self._timer.update_last_triggered_step(session.step)
             self._write(session)
@@ -154,19 +154,19 @@ class LoggingTensorHook(TimedHook):
 class NanTensorHook(SessionRunHook):
     """Stops training when the loss is NaN.
 
-    As `tf.compat.v1.train.NanTensorHook`. The loss of a run of many steps is
-    their mean, so one NaN among them is found. The session calls hooks of this
-    class before those that save. A NaN may miss the loss (`relu(NaN)` is 0 on
-    some CPUs): `check_numerics` of the session looks at the weights themselves.
+    Like `tf.compat.v1.train.NanTensorHook`. The loss of a run of many steps is
+    their mean, so a NaN in any step is found. The session calls these hooks
+    before those that save. A NaN may not reach the loss (`relu(NaN)` is 0 on
+    some CPUs): the session's `check_numerics` checks the weights themselves.
 
     Args:
         loss_tensor: Name of the loss in the logs, or of a variable. None:
-            "loss", or where that is not logged, as by a model's own
-            `train_step`, all that is.
-        fail_on_nan_loss: Whether to raise; else a stop is requested. Weights
-            that are NaN by then fail in the last checkpoint all the same: TF1
-            saved them, as does `check_numerics=False`. An `Estimator` has a
-            hook of its own that raises, as in TF1.
+            "loss" or, if that is not logged, as with a custom `train_step`,
+            all logs.
+        fail_on_nan_loss: Whether to raise an error rather than request a stop.
+            In the latter case, saving the last checkpoint still fails if
+            weights are NaN, unless `check_numerics=False` (TF1 saved them). As
+            in TF1, an `Estimator` has its own hook, which raises.
 
     Raises:
         NanLossDuringTrainingError: in `after_run`, when the loss is NaN.
@@ -188,10 +188,10 @@ class NanTensorHook(SessionRunHook):
         self._fail_on_nan_loss = fail_on_nan_loss
 
     def steps_until_next(self, step: int) -> None:
-        """Any number: one NaN makes the mean of all NaN."""
+        """Allows any number of steps: one NaN makes their mean NaN."""
 
     def after_run(self, run_context: RunContext, run_values: RunValues) -> None:
-        """Looks at the loss; there is none when nothing ran."""
+        """Checks the loss, if any step ran."""
         session, logs = run_context.session, run_values.results
         if not logs:
             return
@@ -212,17 +212,17 @@ class NanTensorHook(SessionRunHook):
 
 
 class FinalOpsHook(SessionRunHook):
-    """Takes values at the end of training.
+    """Evaluates values at the end of training.
 
-    As `tf.compat.v1.train.FinalOpsHook`.
+    Like `tf.compat.v1.train.FinalOpsHook`.
 
     >>> hook = FinalOpsHook({"weights": "dense/kernel"})
     >>> hook.final_ops_values is None  # Until the session ends.
     True
 
     Args:
-        final_ops: A structure of names of variables and variables, or a
-            function of the session that returns any value.
+        final_ops: A structure of variables and names of variables, or a
+            function that takes the session and returns any value.
 
     Attributes:
         final_ops_values: The values; None before the end.
@@ -233,7 +233,7 @@ class FinalOpsHook(SessionRunHook):
         self.final_ops_values: Any = None
 
     def end(self, session: Session) -> None:
-        """Takes the values."""
+        """Evaluates the values."""
         ops = self._final_ops
         if callable(ops):
             self.final_ops_values = ops(session)

@@ -1,8 +1,8 @@
 """Keras callbacks in tfdist's training loop (design decision D1).
 
-A callback was written for `fit`: batch after batch in one process. What of that
-has a meaning here is called; one that relies on the rest is refused, with what
-does its work instead. `CALLBACKS.md` is the table of all.
+Callbacks are written for `fit`, which runs batch after batch in one process.
+Methods that have a meaning here are called; a callback that relies on others is
+refused, and the error names an alternative. `CALLBACKS.md` lists all callbacks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tfdist.training.loop import Logs
 
 _log = logging.getLogger(__name__)
 
-# Files, and what listens to them, get one of each: the chief's.
+# Callbacks that write run on the chief only, so that each file has one writer.
 _WRITERS = (
     keras.callbacks.CSVLogger,
     keras.callbacks.ModelCheckpoint,
@@ -60,44 +60,44 @@ _OF_BATCHES = (
 class KerasCallbackHook(SessionRunHook):
     """Runs Keras callbacks in a session.
 
-    An epoch is `steps_per_epoch` steps of the job: epoch 2 of 100 begins at
-    step 200. At its end, and where `ModelCheckpoint(save_freq=...)` saves, no
-    step is under way: the weights are those of that step, also on parameter
-    servers. `model.stop_training = True` requests a stop. A learning rate, or
-    weights, that a callback sets reach the variables, also on a parameter
-    server, and the last checkpoint. Differences from `fit` are:
+    An epoch is `steps_per_epoch` steps of the job: with 100 steps per epoch,
+    epoch 2 begins at step 200. At the end of an epoch, and when
+    `ModelCheckpoint(save_freq=...)` saves, no step is running: the weights are
+    those of that step, also on parameter servers. `model.stop_training = True`
+    requests a stop. A learning rate or weights set by a callback reach the
+    variables, also on parameter servers, and the last checkpoint. Differences:
 
-    * Callbacks of batches have the logs of their step alone (of metrics that
-      do not add up, with a `train_step` of its own, and where `ModelCheckpoint`
-      saves, those since the epoch began), and have steps dispatched one by one,
-      which a warning tells. The model's metrics are of the epoch so far, also
-      where it was evaluated.
-    * `val_` metrics are those of the newest evaluation in `eval_dir`, in the
-      first epoch that ends after it, with `on_test_begin` and `on_test_end`;
-      epochs without a new one have none. What keeps the best weights skips an
-      epoch whose end was not evaluated. With a checkpoint for each epoch, and
-      `EvalSpec(throttle_secs=0)` without an evaluator task, it is.
-    * In all-reduce every process has to have the hook, and runs the callbacks
-      with the chief's logs. The chief alone runs those of Keras that write, and
-      subclasses of them, which so must set nothing.
+    * Batch callbacks receive the logs of their step only (logs since the epoch
+      began, for metrics that do not add up, a custom `train_step`, and a
+      `ModelCheckpoint` that saves by batches). They make each step a separate
+      dispatch, with a warning. The model's metrics are of the epoch so far,
+      even if the model was evaluated meanwhile.
+    * `val_` metrics come from the newest evaluation in `eval_dir`, in the first
+      epoch that ends after it, with `on_test_begin` and `on_test_end`; epochs
+      without a new evaluation have none. Callbacks that keep the best weights
+      skip epochs whose end was not evaluated. To evaluate each, save at every
+      epoch and use `EvalSpec(throttle_secs=0)` without an evaluator task.
+    * In all-reduce every process must have the hook, and runs the callbacks
+      with the chief's logs. Keras' callbacks that write, and their subclasses,
+      run on the chief only, and therefore must not set variables.
     * After a recovery the steps since the last checkpoint run again, but no
-      epoch is reported a second time. After a restart of the process callbacks
-      start over, at the epoch where the job is. An epoch that was cut so has
-      logs of the steps since; one that was cut in its last evaluation, no end.
-    * A checkpoint of an epoch's end is written again if a callback then sets
-      what it holds. What one sets after a batch is in the next checkpoint, and
-      evaluations are of checkpoints. If an epoch runs again, its end sets rates
-      again, but no weights, which a warning tells.
+      epoch is reported twice. After a restart of the process, callbacks start
+      over at the current epoch, whose logs cover only the steps since then. An
+      epoch interrupted during its last evaluation is never reported as ended.
+    * The checkpoint at the end of an epoch is rewritten if a callback then sets
+      a saved variable. Changes after a batch are in the next checkpoint, and
+      evaluations use checkpoints. If an epoch runs again, learning rates set at
+      its end are set again, but weights are not, with a warning.
 
     Args:
-        callbacks, steps_per_epoch: The callbacks, and the steps of an epoch.
-        eval_dir: Where the evaluations write (`<model_dir>/eval`); needed for
+        callbacks, steps_per_epoch: The callbacks and the steps of an epoch.
+        eval_dir: Directory of the evaluations (`<model_dir>/eval`); required by
             callbacks that monitor a `val_` metric.
-        epochs: What callbacks find in `params["epochs"]`.
+        epochs: The value of `params["epochs"]` for callbacks.
 
     Raises:
-        ValueError: a callback has no meaning here; says what does its work.
-        TypeError: one of them is no callback.
+        ValueError: an unsupported callback; the message names an alternative.
+        TypeError: an element is not a callback.
 
     >>> losses = []
     >>> callback = keras.callbacks.LambdaCallback(
@@ -109,7 +109,7 @@ class KerasCallbackHook(SessionRunHook):
     """
 
     wants_none_under_way = True
-    _so_far: Any  # The logs of the epoch under way, if there are any.
+    _so_far: Any  # The logs of the current epoch, if there are any.
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class KerasCallbackHook(SessionRunHook):
         self.begin()
 
     def _add(self, callback: Callback) -> None:
-        """Adds a callback, and what it wants of the steps."""
+        """Adds a callback, and the cadence of steps it requires."""
         if of_batches := overrides(callback, *_OF_BATCHES):
             self.single_steps = True
             warn_of_single_steps(
@@ -169,16 +169,16 @@ class KerasCallbackHook(SessionRunHook):
         self._begun = False
         self._step = 0
         self._callbacks: list[Callback] = []
-        self._epoch = -1  # The one under way, or -1 between two.
+        self._epoch = -1  # The current epoch, or -1 between two.
         self._begun_epoch = self._ended_epoch = -1
-        # What callbacks have set at the end of an epoch; None of no number.
+        # Scalars that callbacks set at the end of an epoch; None for tensors.
         self._set: dict[int, dict[str, float | None]] = {}
         self._evaluated_step = -1
-        self._logs: dict[str, float] = {}  # Of the epoch that ended last.
+        self._logs: dict[str, float] = {}  # Of the last completed epoch.
         self._so_far = None
 
     def after_create_session(self, session: Session, coord: Any) -> None:
-        """Gives the callbacks the model, which is another after a recovery."""
+        """Sets the callbacks' model, which is rebuilt after a recovery."""
         model = getattr(session, "model", None)
         if model is None:
             raise ValueError(
@@ -205,26 +205,26 @@ class KerasCallbackHook(SessionRunHook):
         elif done and epoch <= self._begun_epoch:  # Before the recovery.
             self._epoch, self._so_far = epoch, None
         elif not done and self._ended_epoch < epoch - 1 == self._begun_epoch:
-            # What failed was another hook, or an evaluation, at its end.
+            # Another hook, or an evaluation, failed at the end of the epoch.
             self._epoch, self._so_far = epoch - 1, dict(self._so_far or {})
             self._end_epoch(session)
             if model.stop_training:
                 session.request_stop()
 
     def steps_until_next(self, step: int) -> int:
-        """Steps until the epoch ends, or a callback saves."""
+        """Returns the steps until the epoch ends or a callback saves."""
         if self._callbacks and self._callbacks[0].model.stop_training:
-            return 1  # As `fit`, which looks after a batch.
+            return 1  # Like `fit`, which checks after each batch.
         return min(every - step % every for every in self._cadences)
 
     def before_run(self, run_context: RunContext) -> None:
-        """Begins an epoch, and a batch."""
+        """Begins an epoch and a batch."""
         epoch, batch = divmod(run_context.session.step, self._steps_per_epoch)
         if self._epoch < 0:
             self._epoch, self._so_far = epoch, None
             self._call("on_epoch_begin", epoch, {})
             self._begun_epoch = max(epoch, self._begun_epoch)
-            # A callback may have evaluated; nobody waits for it in a cluster.
+            # A callback may have evaluated the model; skipped on a cluster.
             if not run_context.session.num_workers:
                 run_context.session.model.reset_metrics()
         elif isinstance(self._so_far, Logs) and self._so_far.go_on():
@@ -233,24 +233,24 @@ class KerasCallbackHook(SessionRunHook):
             self._call("on_train_batch_begin", batch, {})
 
     def note_logs(self, session: Session, logs: Mapping[str, float]) -> None:
-        """Adds them to those of the epoch."""
+        """Adds the logs to those of the epoch."""
         if isinstance(logs, dict) and self._step < session.step:
-            # A plain step function's are those of its last step, as in `fit`.
+            # The logs of a plain step function replace earlier ones.
             together = getattr(logs, "after", lambda earlier: logs)
             self._so_far = together(self._so_far)
 
     def after_run(self, run_context: RunContext, run_values: RunValues) -> None:
-        """Reports the run, and the epoch if it is over."""
+        """Reports the run, and the epoch if it has ended."""
         session = run_context.session
         before, self._step = self._step, session.step
         logs = run_values.results
         if isinstance(logs, dict) and before < self._step:
             batch = (session.step - 1) % self._steps_per_epoch
-            # Keras' own callbacks read their logs alone.
+            # Keras' own callbacks read only their logs, not the metrics.
             shown = self._metrics if self.single_steps else nullcontext
             with shown():
                 for callback in self._callbacks:
-                    # As under `fit`, whatever cuts an epoch into runs.
+                    # As in `fit`, however an epoch is split into runs.
                     whole = _saves_by_batches(callback)
                     own = self._so_far if whole else logs
                     callback.on_train_batch_end(batch, dict(own))
@@ -260,7 +260,7 @@ class KerasCallbackHook(SessionRunHook):
             run_context.request_stop()
 
     def _check_epochs(self, session: Session) -> None:
-        """Refuses epochs of others, where metrics begin anew with each."""
+        """Refuses hooks with different epochs, as metrics reset with each."""
         hooks = (h for h in session.hooks if isinstance(h, KerasCallbackHook))
         epochs = {hook._steps_per_epoch for hook in hooks}
         if len(epochs) > 1:
@@ -272,7 +272,7 @@ class KerasCallbackHook(SessionRunHook):
             )
 
     def end(self, session: Session) -> None:
-        """Ends an epoch that was begun, as `fit` does, and training."""
+        """Ends a partial epoch, like `fit`, and then training."""
         if self._epoch >= 0 and self._so_far is not None:
             self._end_epoch(session)
         with self._metrics():
@@ -280,10 +280,10 @@ class KerasCallbackHook(SessionRunHook):
         session.unsaved |= self.sets_variables
 
     def _found(self) -> tuple[int, dict[str, float], dict[str, float]]:
-        """Step and metrics of the newest evaluation, and the epoch's logs.
+        """Returns the newest evaluation's step and metrics, and epoch logs.
 
-        No metrics where an epoch has had them. Those of later steps are left by
-        a job that has gone back to an earlier checkpoint since.
+        The metrics are empty if an earlier epoch has reported them. Evaluations
+        of later steps predate a return to an earlier checkpoint.
         """
         results = self._evaluations.read() if self._evaluations else {}
         newest = max((s for s in results if s <= self._step), default=-1)
@@ -292,7 +292,7 @@ class KerasCallbackHook(SessionRunHook):
 
     def _end_epoch(self, session: Session) -> None:
         epoch, self._epoch = self._epoch, -1
-        # All processes of an all-reduce job decide by what its chief has found.
+        # In all-reduce, all processes use the results that the chief has read.
         evaluated, results, self._logs = session.agreed(self._found)
         if epoch <= self._ended_epoch:
             self._set_again(session, epoch)
@@ -314,7 +314,7 @@ class KerasCallbackHook(SessionRunHook):
             self._set.setdefault(epoch, {})[path] = value
 
     def _set_again(self, session: Session, epoch: int) -> None:
-        """Sets the numbers that callbacks have, before a recovery."""
+        """Sets scalars again that callbacks had set before a recovery."""
         held = _held(session.model)
         for path, value in self._set.get(epoch, {}).items():
             if value is None:
@@ -345,7 +345,7 @@ class KerasCallbackHook(SessionRunHook):
             )
 
     def _metrics(self) -> AbstractContextManager[None]:
-        """In it the model's metrics are those of the epoch so far."""
+        """A context in which the model's metrics are of the epoch so far."""
         return getattr(self._so_far, "shown", nullcontext)()
 
     def _call(self, method: str, *args: Any) -> None:
@@ -359,13 +359,13 @@ def _saves_by_batches(callback: Callback) -> bool:
 
 
 def _held(model: Any) -> dict[str, Any]:
-    """By their paths, the variables that a checkpoint of a model holds."""
+    """Returns the variables in a checkpoint of the model, by path."""
     slots = model.optimizer.variables if model.optimizer else []
     return {variable.path: variable for variable in (*model.weights, *slots)}
 
 
 def _keeps_the_best(callback: Callback) -> bool:
-    """Whether it keeps weights for what an evaluation has found of them."""
+    """Whether a callback keeps the best weights by a `val_` metric."""
     options = "save_best_only", "restore_best_weights"
     keeps = any(getattr(callback, option, False) for option in options)
     return keeps and monitored(callback).startswith("val_")

@@ -1,7 +1,7 @@
-"""Early stopping by the results of the evaluations.
+"""Early stopping based on evaluation results.
 
-As `tf.estimator.experimental` had it: the hooks read what the evaluator, which
-may be another machine, wrote to `<model_dir>/eval`, and stop the training.
+As in `tf.estimator.experimental`, the hooks read what the evaluator, possibly
+on another machine, wrote to `<model_dir>/eval`, and stop training.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ def make_early_stopping_hook(
     run_every_secs: float | None = 60,
     run_every_steps: int | None = None,
 ) -> SessionRunHook:
-    """A hook that stops training when `should_stop_fn()` says so.
+    """Returns a hook that stops training when `should_stop_fn()` is true.
 
-    As `tf.estimator.experimental.make_early_stopping_hook`: asked after the
-    first step, then at the given interval. It belongs into
+    Like `tf.estimator.experimental.make_early_stopping_hook`, it checks after
+    the first step, then at the given interval. Pass it to
     `TrainSpec(hooks=...)`.
 
     Args:
-        estimator: Unused; it keeps the place it has in TF1.
-        should_stop_fn: Whether to stop.
-        run_every_secs: Seconds between questions.
-        run_every_steps: Steps between questions. Exactly one must be given:
-            `run_every_secs=None`, then.
+        estimator: Unused; keeps the argument order of TF1.
+        should_stop_fn: Returns whether to stop.
+        run_every_secs: Seconds between checks.
+        run_every_steps: Steps between checks. Exactly one must be given, so
+            set `run_every_secs=None` with it.
 
     >>> hook = tfdist.hooks.make_early_stopping_hook(
     ...     None, lambda: True, run_every_secs=None, run_every_steps=10
@@ -72,21 +72,21 @@ def stop_if_higher_hook(
     run_every_secs: float | None = 60,
     run_every_steps: int | None = None,
 ) -> SessionRunHook:
-    """Stops when an evaluation's metric is above `threshold`.
+    """Returns a hook that stops when a metric is above `threshold`.
 
-    As `tf.estimator.experimental.stop_if_higher_hook`.
+    Like `tf.estimator.experimental.stop_if_higher_hook`.
 
     Args:
-        estimator: Whose evaluations: has `eval_dir()`, or `model_dir`.
+        estimator: The evaluated estimator, with `eval_dir()` or `model_dir`.
         metric_name: Name of the metric.
         threshold: The metric's bound.
-        eval_dir: Where the results are. Default: that of `estimator`.
-        min_steps: Evaluations before this step do not count.
+        eval_dir: Directory of the results. Default: that of `estimator`.
+        min_steps: Evaluations before this step are ignored.
         run_every_secs: As for `make_early_stopping_hook`.
         run_every_steps: As for `make_early_stopping_hook`.
 
     Raises:
-        ValueError: in training, when an evaluation has no such metric.
+        ValueError: in training, if an evaluation lacks the metric.
 
     >>> hook = tfdist.hooks.stop_if_higher_hook(
     ...     None, "accuracy", 0.9, eval_dir=directory
@@ -106,9 +106,9 @@ def stop_if_lower_hook(
     run_every_secs: float | None = 60,
     run_every_steps: int | None = None,
 ) -> SessionRunHook:
-    """Stops when an evaluation's metric is below `threshold`.
+    """Returns a hook that stops when a metric is below `threshold`.
 
-    As `stop_if_higher_hook` otherwise.
+    Otherwise like `stop_if_higher_hook`.
 
     >>> hook = tfdist.hooks.stop_if_lower_hook(
     ...     None, "loss", 0.1, eval_dir=directory
@@ -128,11 +128,11 @@ def stop_if_no_increase_hook(
     run_every_secs: float | None = 60,
     run_every_steps: int | None = None,
 ) -> SessionRunHook:
-    """Stops when a metric has not risen for so many steps.
+    """Returns a hook that stops when a metric has stopped increasing.
 
-    As `tf.estimator.experimental.stop_if_no_increase_hook`: compares the steps
-    of the evaluations, not the step of the training. Training stops when an
-    evaluation is `max_steps_without_increase` steps or more after the best one
+    Like `tf.estimator.experimental.stop_if_no_increase_hook`, it compares the
+    steps of evaluations, not the current training step. Training stops when an
+    evaluation is at least `max_steps_without_increase` steps after the best one
     before it. The other arguments are those of `stop_if_higher_hook`.
 
     >>> hook = tfdist.hooks.stop_if_no_increase_hook(
@@ -153,9 +153,9 @@ def stop_if_no_decrease_hook(
     run_every_secs: float | None = 60,
     run_every_steps: int | None = None,
 ) -> SessionRunHook:
-    """Stops when a metric has not fallen for so many steps.
+    """Returns a hook that stops when a metric has stopped decreasing.
 
-    As `stop_if_no_increase_hook` otherwise.
+    Otherwise like `stop_if_no_increase_hook`.
 
     >>> hook = tfdist.hooks.stop_if_no_decrease_hook(
     ...     None, "loss", max_steps_without_decrease=500, eval_dir=directory
@@ -187,7 +187,7 @@ def _metric_hook(
     min_steps: int,
     *cadence: Any,
 ) -> SessionRunHook:
-    """A hook that asks `stops` of a metric's values, once there are some."""
+    """Returns a hook that calls `stops` with a metric's values, if any."""
     directory = eval_dir or eval_dir_of(estimator)
     reader = ScalarReader(directory)
 
@@ -215,7 +215,7 @@ def _any(passes: _Compare, bound: float, values: _Values) -> bool:
 
 
 def _stalls(better: _Compare, most_steps: int, values: _Values) -> bool:
-    """Whether an evaluation is so many steps after the best before it."""
+    """Whether an evaluation is `most_steps` after the best one before it."""
     best, best_step, longest = None, 0, 0
     for step, value in values.items():
         if best is None or better(value, best):
@@ -225,7 +225,7 @@ def _stalls(better: _Compare, most_steps: int, values: _Values) -> bool:
 
 
 def eval_dir_of(estimator: Any) -> str:
-    """Where its evaluations write: its `eval_dir()`, or `<model_dir>/eval`."""
+    """Returns the estimator's `eval_dir()`, or `<model_dir>/eval`."""
     if callable(getattr(estimator, "eval_dir", None)):
         return estimator.eval_dir()
     return os.path.join(estimator.model_dir, "eval")

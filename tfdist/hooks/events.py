@@ -1,7 +1,7 @@
-"""Event files: what TensorBoard reads.
+"""Writes and reads the event files of TensorBoard.
 
-`tf.summary` writes through a resource that is lost when TensorFlow connects to
-a cluster again: a hook that lives through a recovery writes the file itself.
+`tf.summary` writes through a resource that is lost when TensorFlow reconnects
+to a cluster, so hooks that survive a recovery write the file themselves.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _Record: TypeAlias = tuple[int, dict[str, float]]  # Step, scalars by tag.
 
 
 class EventFile:
-    """An event file, begun when there is something to write.
+    """An event file, created at the first write.
 
-    Where it has been removed since, with its directory, another is begun.
+    If it has since been removed, a new file is created.
     """
 
     def __init__(self, directory: str) -> None:
@@ -41,9 +41,9 @@ class EventFile:
         scalars: Mapping[str, float],
         counts: Mapping[str, np.ndarray] = {},
     ) -> None:
-        """Writes scalars of one step, and how often 0, 1, ... were seen.
+        """Writes the scalars of a step, and counts of the values 0, 1, ...
 
-        As `tf.summary.scalar` and `tf.summary.histogram`, to be read at once.
+        Like `tf.summary.scalar` and `tf.summary.histogram`, and flushed.
         """
         values = []
         for tag, number in scalars.items():
@@ -55,7 +55,7 @@ class EventFile:
         self._write(step=step, summary=tf.compat.v1.Summary(value=values))
 
     def write_start(self, step: int) -> None:
-        """Says that a session begins: what was written from `step` on is void.
+        """Writes a session start, which voids earlier points from `step` on.
 
         TensorBoard then hides the points of steps that a recovery undid.
         """
@@ -82,12 +82,12 @@ def _append(writer: tf.io.TFRecordWriter, **event: Any) -> None:
     writer.write(record.SerializeToString())
 
 
-# Files that are open, of many trials.
+# Limits the open files of a process that runs many trials.
 _event_file = functools.lru_cache(maxsize=32)(EventFile)
 
 
 def event_file(directory: str | os.PathLike[str]) -> EventFile:
-    """This process's, for all hooks: TensorBoard follows only the newest."""
+    """Returns the file all hooks share; TensorBoard follows only the newest."""
     return _event_file(os.fspath(directory).rstrip("/") or "/")
 
 
@@ -102,14 +102,14 @@ def _value(
 
 
 def read_scalars(directory: str) -> dict[int, dict[str, float]]:
-    """The scalars in all event files of `directory`, by step, in order.
+    """Returns the scalars in all event files of `directory`, sorted by step.
 
-    Scalars of TF1's and of TF2's writers; of two values of one tag and step the
-    later counts. A file that is being written is read up to its last whole
-    record.
+    Reads scalars of TF1's and TF2's writers; of two values with the same tag
+    and step, the later one is used. A file being written is read up to its last
+    complete record.
 
     Args:
-        directory: Where the event files are; it need not exist.
+        directory: Directory of the event files; it need not exist.
 
     >>> with tf.summary.create_file_writer(directory).as_default():
     ...     done = tf.summary.scalar("accuracy", 0.5, step=7)
@@ -120,15 +120,15 @@ def read_scalars(directory: str) -> dict[int, dict[str, float]]:
 
 
 class ScalarReader:
-    """Reads scalars as `read_scalars`; who reads again, what is new alone."""
+    """Reads scalars like `read_scalars`; later reads parse only new records."""
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
-        # Of each file, by name: what is in each of its records.
+        # The parsed records of each file, by its name.
         self._files: dict[str, list[_Record]] = {}
 
     def read(self) -> dict[int, dict[str, float]]:
-        """All scalars by step, in order."""
+        """Returns all scalars, sorted by step."""
         scalars: dict[int, dict[str, float]] = {}
         found = storage.names_in(self._directory)
         names = sorted(name for name in found if "tfevents" in name)
@@ -141,7 +141,7 @@ class ScalarReader:
     def _records(self, name: str) -> list[_Record]:
         known = self._files.get(name, [])
         dataset = tf.data.TFRecordDataset(os.path.join(self._directory, name))
-        # The record at the end may not be whole yet.
+        # The last record may still be incomplete.
         with contextlib.suppress(tf.errors.DataLossError):
             for record in dataset.skip(len(known)).as_numpy_iterator():
                 event = tf.compat.v1.Event.FromString(record)

@@ -1,4 +1,4 @@
-"""How far training is, and what nobody reads meanwhile."""
+"""Hooks that show training progress and warn of unread data."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ _LEAST_SECS = 2.0
 
 
 def _mark(session: Session) -> np.ndarray:
-    """Steps, their seconds, CPU seconds, the time, seconds of the input."""
+    """Returns steps, their seconds, CPU and wall time, and input seconds."""
     clocks = time.process_time(), time.monotonic()
     steps = session.step, session.secs_in_steps
     return np.array([*steps, *clocks, *session.input_secs])
 
 
 class ProgressHook(TimedHook):
-    """Says how far training is: a line in a log, one moving line in a terminal.
+    """Shows training progress: lines in a log, or one updating terminal line.
 
-    Steps per second are those of the steps alone, without checkpoints and
-    evaluations; the input's share is that of their time in which they waited
-    for data. Both are of the interval, or of the last two seconds if that is
-    longer: workers are steps ahead, so that an interval may take no time.
+    Steps per second exclude checkpoints and evaluations; the input's share is
+    the fraction of the steps' time spent waiting for data. Both are measured
+    over the interval, or the last two seconds if that is longer: workers run
+    ahead, so an interval may take almost no time.
 
-    Where workers make the steps, the line also tells when the chief uses more
-    than half a CPU. Near 100 % it cannot dispatch faster, and more workers gain
-    nothing: raise `RunConfig(steps_per_dispatch=...)`.
+    If workers run the steps, the line also shows the chief's CPU usage above
+    50 %. Near 100 % the chief cannot dispatch faster, and more workers do not
+    help: raise `RunConfig(steps_per_dispatch=...)`.
 
     Args:
         log_steps: Steps between lines.
-        stream: Where to. Default: standard output.
-        max_steps: Step at which training ends, if it is known.
-        coordinates: Whether workers make the steps.
+        stream: The stream to write to. Default: standard output.
+        max_steps: Step at which training ends, if known.
+        coordinates: Whether workers run the steps.
 
     >>> progress = tfdist.hooks.ProgressHook(2, max_steps=4)
     >>> hooks = [progress, tfdist.StopAtStepHook(last_step=4)]
@@ -73,18 +73,18 @@ class ProgressHook(TimedHook):
         self._lines = 0
 
     def after_create_session(self, session: Session, coord: Any) -> None:
-        """Starts the first interval, again after a recovery."""
+        """Starts the first interval, or a new one after a recovery."""
         self._timer.start(session.step)
         self._marks = [_mark(session)]
         self._traces = True
 
     def on_trigger(self, context: RunContext, logs: Logs) -> None:
         """Writes a line."""
-        # The first steps are traced as well: they predict nothing.
+        # The first steps include tracing, so they predict nothing.
         self._write(context.session, with_time_left=self._lines > 0)
 
     def end(self, session: Session) -> None:
-        """Writes the last step's line, if it has none, and leaves the line."""
+        """Writes the last step's line, if missing, and ends the line."""
         if session.step != self._marks[-1][0]:
             self._write(session, with_time_left=False)
         if self._lines and self._stream.isatty():
@@ -96,7 +96,7 @@ class ProgressHook(TimedHook):
         while len(marks) > 1 and now[1] - marks[1][1] >= _LEAST_SECS:
             del marks[0]
         steps, secs, cpu_secs, wall_secs, *input_secs = now - marks[0]
-        if self._traces:  # The first steps tell nothing of the next.
+        if self._traces:  # The first steps are not representative.
             marks.clear()
             self._traces = False
         marks.append(now)
@@ -127,7 +127,7 @@ def progress_line(
     input_share: float = 0.0,
     chief_share: float = 0.0,
 ) -> str:
-    """One line about the progress of training.
+    """Returns a line about the progress of training.
 
     >>> progress_line(500, 2000, 100.0, {"loss": 0.5})
     'step  500 of 2000 ( 25 %),  100 steps/s, loss 0.5000, 0:15 left'
@@ -157,9 +157,9 @@ def progress_line(
 
 
 class UnreadDataHook(SessionRunHook):
-    """Warns when a worker is gone for long, and again at the end of the job.
+    """Warns when a worker is lost for long, and again at the end of the job.
 
-    Nobody reads then what an input function that shards has given it for good.
+    If the input function assigns fixed shards, that worker's stays unread.
     """
 
     def __init__(self, input_fn: InputFn, after_secs: float = 60.0) -> None:
@@ -169,10 +169,10 @@ class UnreadDataHook(SessionRunHook):
         self._since: dict[str, int] = {}
 
     def steps_until_next(self, step: int) -> None:
-        """Any number: it asks for seconds."""
+        """Allows any number of steps: the limit is in seconds."""
 
     def after_run(self, run_context: RunContext, run_values: RunValues) -> None:
-        """Warns of workers that have gone since the last run."""
+        """Warns of workers lost since the last run."""
         session = run_context.session
         self._num_workers = session.num_workers
         missing = session.missing_workers(self._after_secs)
@@ -191,7 +191,7 @@ class UnreadDataHook(SessionRunHook):
             )
 
     def end(self, session: Session) -> None:
-        """Says it again: the results are those of a part of the data."""
+        """Warns again that only part of the data was used."""
         if self._since:
             _log.warning(
                 "Training ended without %s: nobody has read %s of the examples "

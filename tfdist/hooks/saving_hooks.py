@@ -1,4 +1,4 @@
-"""Checkpoints, on a timer."""
+"""`CheckpointSaverHook`: saves checkpoints on a timer."""
 
 from __future__ import annotations
 
@@ -29,45 +29,45 @@ CheckpointSaverListener: TypeAlias = tf.compat.v1.train.CheckpointSaverListener
 `after_save(session, global_step_value)`, `end(session, global_step_value)`."""
 
 USE_DEFAULT: Any = object()
-"""A cadence that was not given, where None means none."""
+"""Marks a cadence that was not given, since None means no checkpoints."""
 
 
 class Sparing(float):
-    """Seconds between checkpoints, or more where they cost over 1 %."""
+    """Seconds between checkpoints, or more if saving takes over 1 % of time."""
 
 
 DEFAULT_SAVE_SECS = Sparing(60)
 
 
 class CheckpointSaverHook(TimedHook):
-    """Saves a new job's first state, on a timer, and at the end.
+    """Saves the initial state of a new job, on a timer, and at the end.
 
-    As `tf.compat.v1.train.CheckpointSaverHook`, but what has just been restored
+    Like `tf.compat.v1.train.CheckpointSaverHook`, but a state just restored
     from `checkpoint_dir` is not saved again; no graph is written, and the base
-    name is always `model.ckpt`; on SIGTERM the current step is saved, without
-    the listeners, which may take longer than the process has.
+    name is always `model.ckpt`; on SIGTERM the current step is saved without
+    calling the listeners, which might not finish in time.
 
-    On parameter servers and in one process steps go on while a checkpoint is
-    written, of values as they were (see `tfdist.checkpoint.held`). What it
-    fails with is logged, and raised after a later step, if there is one: at the
-    end and on SIGTERM it is saved anew. One that comes due meanwhile waits for
-    it if `save_steps` are given; by seconds, it is taken when that is complete.
-    The first and the last one are waited for, and so is one under way before a
-    recovery and after SIGTERM.
+    On parameter servers and in one process, steps continue while a checkpoint
+    of the held values is written (see `tfdist.checkpoint.held`). An error is
+    logged and raised after a later step, if there is one; at the end and on
+    SIGTERM the checkpoint is saved again instead. If another checkpoint is due
+    meanwhile, it waits for the first one with `save_steps`; with `save_secs`
+    it is taken once that is complete. Training waits for the first and the last
+    checkpoint, and a recovery or SIGTERM for one being written.
 
     Args:
-        checkpoint_dir: Where to.
+        checkpoint_dir: Directory of the checkpoints.
         save_secs: Seconds between checkpoints.
-        save_steps: Steps between checkpoints, which are at multiples of it,
-            where TF1 counts from the step restored. Exactly one must be given.
-        listeners: Told of every checkpoint, also of the first state. One whose
-            `after_save` returns True stops training, unless at the start or at
-            the end. `after_save` is called at the step that was saved, so no
-            step runs before the checkpoint is complete; or, if every listener
-            has a true attribute `told_later` after `before_save`, after the
-            first run of steps that finds it complete.
-        max_to_keep: Most recent checkpoints kept; None or 0 keeps all.
-        keep_checkpoint_every_n_hours: In addition keeps one per so many hours.
+        save_steps: Steps between checkpoints, which are saved at its multiples
+            (TF1 counts from the restored step). Exactly one must be given.
+        listeners: Called for every checkpoint, including the initial one. If
+            `after_save` returns True, training stops, except at the start or
+            the end. `after_save` is called at the saved step, so no step runs
+            before the checkpoint is complete; or, if every listener has a true
+            attribute `told_later` after `before_save`, after the first run of
+            steps that finds the checkpoint complete.
+        max_to_keep: Number of recent checkpoints kept; None or 0 keeps all.
+        keep_checkpoint_every_n_hours: Also keeps one checkpoint every n hours.
 
     Attributes:
         checkpoint_dir, save_secs, save_steps: As given.
@@ -107,11 +107,11 @@ class CheckpointSaverHook(TimedHook):
         self.last_path: str | None = None
 
     def tell_also(self, listeners: Sequence[CheckpointSaverListener]) -> None:
-        """Has it tell these, too, in place of those of an earlier call."""
+        """Adds listeners, replacing those of an earlier call."""
         self._listeners = [*self._own_listeners, *listeners]
 
     def replaces(self, *cadence: float | None) -> None:
-        """Warns if the session that it saves for was given a cadence, too."""
+        """Warns if the session was given a cadence that this hook replaces."""
         if {*cadence} - {USE_DEFAULT, None, 0}:
             _log.warning(
                 "The session's save_checkpoint_secs and save_checkpoint_steps "
@@ -120,19 +120,19 @@ class CheckpointSaverHook(TimedHook):
             )
 
     def begin(self) -> None:
-        """Begins the listeners."""
+        """Calls `begin` of the listeners."""
         super().begin()
         for listener in self._listeners:
             listener.begin()
 
     def after_create_session(self, session: Session, coord: Any) -> None:
-        """Saves the state, unless it is that of the newest checkpoint."""
-        self._forget_failure(wait=False)  # Which the session recovers from.
+        """Saves the state, unless restored from the newest checkpoint."""
+        self._forget_failure(wait=False)  # The session recovers from it.
         self._tell(session, wait=False)
         self._checkpoints = session.checkpoints(
             self.checkpoint_dir, *self._keep
         )
-        if session.is_chief:  # Else it may be writing one.
+        if session.is_chief:  # On others, the chief may be writing one.
             self._checkpoints.remove_unfinished()
         restored, latest = session.restored_from, self._checkpoints.latest
         if restored and latest and storage.same_path(restored, latest):
@@ -143,10 +143,10 @@ class CheckpointSaverHook(TimedHook):
         self._timer.start(session.step)
 
     def on_trigger(self, context: RunContext, logs: Logs) -> None:
-        """Saves; if training ends, and nobody evaluates, `end` does."""
+        """Saves, unless training ends without listeners: then `end` does."""
         session, ends = context.session, context.stop_requested
         if ends and not self._listeners:
-            return  # An evaluator task sees the last step once, as it stays.
+            return  # An evaluator task then sees the last step once, final.
         session.wait_for_steps()
         if ends:
             session.average_weights()
@@ -155,7 +155,7 @@ class CheckpointSaverHook(TimedHook):
             context.request_stop()
 
     def before_run(self, run_context: RunContext) -> None:
-        """Saves a step again if a callback has set something since."""
+        """Saves a step again if a callback has set a saved variable since."""
         session = run_context.session
         step = self._begun[0] if self._begun else self._saved_step
         self._hear(session)
@@ -166,14 +166,14 @@ class CheckpointSaverHook(TimedHook):
             self._complete()
 
     def after_run(self, run_context: RunContext, run_values: RunValues) -> None:
-        """Tells of what has been written, and saves if it is time to."""
+        """Notifies listeners of written checkpoints, and saves if due."""
         if self._tell(run_context.session, wait=False):
             run_context.request_stop()
         if self._begun is None or self.save_steps:
             super().after_run(run_context, run_values)
 
     def end(self, session: Session) -> None:
-        """Saves the last step, if it is not saved as it is now."""
+        """Saves the last step, unless its current state is saved already."""
         self._forget_failure()
         self._tell(session)
         self._hear(session)
@@ -183,7 +183,7 @@ class CheckpointSaverHook(TimedHook):
             listener.end(session, session.step)
 
     def on_preemption(self, session: Session) -> None:
-        """Saves this step, if it is not saved."""
+        """Saves this step, unless its current state is saved already."""
         self._forget_failure()
         self._complete()
         self._hear(session)
@@ -192,7 +192,7 @@ class CheckpointSaverHook(TimedHook):
             self._complete()
 
     def _save(self, session: Session, wait: bool = True) -> bool:
-        """Saves, with the listeners; says whether one wants to stop."""
+        """Saves and calls the listeners; returns whether one wants to stop."""
         stops = self._tell(session)
         for listener in self._listeners:
             listener.before_save(session, session.step)
@@ -201,7 +201,7 @@ class CheckpointSaverHook(TimedHook):
         return self._tell(session, wait) or stops
 
     def _tell(self, session: Session, wait: bool = True) -> bool:
-        """Tells the listeners of what is complete; as `_save`."""
+        """Notifies listeners of a complete checkpoint; returns as `_save`."""
         stops = False
         for listener in self._listeners if self._complete(wait) else ():
             if listener.after_save(session, self._saved_step):
@@ -210,7 +210,7 @@ class CheckpointSaverHook(TimedHook):
         return stops
 
     def _hear(self, session: Session) -> None:
-        """Has every saver know if something was set since it saved."""
+        """Marks all savers as stale if variables were set since they saved."""
         for hook in session.hooks if session.unsaved else ():
             if isinstance(hook, CheckpointSaverHook):
                 hook._stale = True
@@ -222,19 +222,19 @@ class CheckpointSaverHook(TimedHook):
         self._begun = step, self._checkpoints.save_behind(step, not wait)
 
     def _forget_failure(self, wait: bool = True) -> None:
-        """Forgets an error that was logged, since it is saved again."""
+        """Drops an error that was logged, since the state is saved again."""
         begun = self._begun
         if begun and (wait or begun[1].done()) and begun[1].exception():
             self._begun = None
 
     def _complete(self, wait: bool = True) -> bool:
-        """Whether what was begun has been written by now."""
+        """Whether the checkpoint that was begun has now been written."""
         if self._begun is None or not (wait or self._begun[1].done()):
             return False
         (step, written), self._begun = self._begun, None
         self.last_path = written.result()
         is_first, self._saved_step = self._saved_step is None, step
-        # The first one is waited for, traces, and tells nothing of the others.
+        # The first save blocks and traces, so its cost is not representative.
         if isinstance(self.save_secs, Sparing) and not is_first:
             secs = max(self.save_secs, 100 * self._checkpoints.cost_secs)
             self._timer = SecondOrStepTimer(every_secs=secs)
@@ -245,7 +245,7 @@ class CheckpointSaverHook(TimedHook):
 def saver_of(
     directory: str | None, hooks: Iterable[Hook]
 ) -> CheckpointSaverHook | None:
-    """The first of `hooks` that saves in `directory`."""
+    """Returns the first of `hooks` that saves in `directory`, or None."""
     savers = [h for h in hooks if isinstance(h, CheckpointSaverHook)]
     for saver in savers if directory else ():
         if storage.same_path(saver.checkpoint_dir, str(directory)):

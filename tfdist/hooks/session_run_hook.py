@@ -1,12 +1,12 @@
-"""What a hook is: called around the steps, at its cadence.
+"""The hook interface: hooks are called around steps, at their own cadence.
 
-Many steps can run in one go: the session runs as many as the hooks let pass
-before the next call (`steps_until_next`), so that cadences stay exact.
+One run may include many steps: the session runs as many as the hooks allow
+before their next call (`steps_until_next`), so that cadences stay exact.
 
-A hook written for TF1 that touches no graph runs as it is: `SessionRunArgs`,
-`SessionRunContext` and `SessionRunValues` are TensorFlow's own. A tensor that
-it fetched becomes a name, which is looked up in the logs of the steps just run
-(`loss` and the metrics), then among `session.variables`.
+A hook written for TF1 that does not touch the graph runs unchanged:
+`SessionRunArgs`, `SessionRunContext` and `SessionRunValues` are TensorFlow's
+own. A fetched tensor becomes a name, which is looked up first in the logs of
+the steps just run (`loss` and the metrics), then in `session.variables`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _OF_A_GRAPH = (
 
 
 class Session(Protocol):
-    """What hooks may ask of a `MonitoredTrainingSession` (see there)."""
+    """The parts of `MonitoredTrainingSession` that hooks may use."""
 
     hooks: Sequence[Hook]
     step: int
@@ -75,24 +75,25 @@ class Session(Protocol):
 
 
 class SessionRunHook(tf.compat.v1.train.SessionRunHook):
-    """Base of all hooks; every method does nothing.
+    """Base class of all hooks; every method does nothing.
 
-    The order of calls is TF1's: `begin()` once; `after_create_session(session,
-    coord)` when the model is initialized or restored, also by a recovery, with
-    new variables; `before_run(run_context)` and `after_run(run_context,
-    run_values)` around each run; `end(session)` unless training fails.
+    As in TF1, the order of calls is: `begin()` once;
+    `after_create_session(session, coord)` when the model is initialized or
+    restored, and again after a recovery, with new variables;
+    `before_run(run_context)` and `after_run(run_context, run_values)` around
+    each run; `end(session)` unless training fails.
 
-    When `before_run` returns None, `run_values.results` are the logs of the
-    steps just run; when it returns `SessionRunArgs(fetches)`, `fetches` with
-    each leaf replaced by its value. A `feed_dict` is a `ValueError`.
+    If `before_run` returns None, `run_values.results` are the logs of the steps
+    just run; if it returns `SessionRunArgs(fetches)`, they are `fetches` with
+    each leaf replaced by its value. A `feed_dict` raises a `ValueError`.
 
     Attributes:
-        wants_none_under_way: Whether, after the steps that `steps_until_next`
-            allowed, no other step may be under way on a worker. Else some are,
-            so that workers need not wait for the slowest.
-        single_steps: Whether no two steps may run in one go.
-        sets_variables: Whether `end` may set what a checkpoint holds: it is
-            then called before those of the savers.
+        wants_none_under_way: Whether no other step may be running on a worker
+            after the steps that `steps_until_next` allowed. By default some
+            are, so that workers need not wait for the slowest.
+        single_steps: Whether each run must be a single step.
+        sets_variables: Whether `end` may set saved variables: it is then called
+            before the `end` of checkpoint savers.
 
     >>> class Losses(tfdist.SessionRunHook):
     ...     def after_run(self, run_context, run_values):
@@ -108,20 +109,20 @@ class SessionRunHook(tf.compat.v1.train.SessionRunHook):
     wants_none_under_way = single_steps = sets_variables = False
 
     def steps_until_next(self, step: int) -> int | None:
-        """How many steps may run before the next call; None for any number.
+        """Returns the steps that may run before the next call; None: any.
 
-        Default, as in TF1: one, if `before_run` or `after_run` is overridden.
-        `session.step` may be greater then, where a hook called before this one
-        has saved a checkpoint: that waits for the steps under way.
+        Default, as in TF1: 1 if `before_run` or `after_run` is overridden.
+        `session.step` may be larger at that call if an earlier hook has saved a
+        checkpoint, which waits for running steps to finish.
         """
         return 1 if wants_every_step(self) else None
 
     def on_preemption(self, session: Session) -> None:
-        """The process was told to end (SIGTERM) and has seconds left."""
+        """Called on SIGTERM, with seconds left until the process ends."""
 
 
 def wants_every_step(hook: Hook) -> bool:
-    """Whether a hook acts at steps, and does not say at which."""
+    """Whether a hook acts at steps without overriding `steps_until_next`."""
 
     def has(name: str, base: type) -> bool:
         own = getattr(type(hook), name, None) or getattr(base, name)
@@ -132,7 +133,7 @@ def wants_every_step(hook: Hook) -> bool:
 
 
 def warn_of_single_steps(who: str, advice: str) -> None:
-    """Warns that `who` has every step dispatched alone."""
+    """Warns that `who` causes every step to be dispatched separately."""
     _log.warning(
         "%s is called after every step: no two run in one go, and the metrics "
         "of each cost milliseconds. %s",
@@ -142,10 +143,9 @@ def warn_of_single_steps(who: str, advice: str) -> None:
 
 
 class SecondOrStepTimer(tf.compat.v1.train.SecondOrStepTimer):
-    """TensorFlow's own timer, which also says when it triggers next.
+    """TensorFlow's own timer, extended by `steps_until_next`.
 
-    It goes back with a session that was restored; its seconds do not change
-    when the clock of the machine is set.
+    It can be rewound after a restore, and measures time by a monotonic clock.
 
     >>> timer = SecondOrStepTimer(every_steps=3)
     >>> _ = timer.update_last_triggered_step(1)
@@ -155,7 +155,7 @@ class SecondOrStepTimer(tf.compat.v1.train.SecondOrStepTimer):
     Args:
         every_secs: Seconds between triggers.
         every_steps: Steps between triggers. Exactly one must be given, and
-            positive (TF1 took 0 and triggered always).
+            positive (TF1 accepted 0 and always triggered).
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class SecondOrStepTimer(tf.compat.v1.train.SecondOrStepTimer):
         self._since = 0.0  # When it last triggered.
 
     def should_trigger_for_step(self, step: int) -> bool:
-        """Whether it triggers now; as TF1's."""
+        """Whether the timer triggers at `step`, as in TF1."""
         last = self.last_triggered_step()
         if self._secs is None or last is None or last == step:
             return super().should_trigger_for_step(step)
@@ -176,13 +176,13 @@ class SecondOrStepTimer(tf.compat.v1.train.SecondOrStepTimer):
     def update_last_triggered_step(
         self, step: int
     ) -> tuple[float | None, int | None]:
-        """Says that it has; returns seconds and steps since the last time."""
+        """Records a trigger; returns seconds and steps since the last one."""
         secs, steps = super().update_last_triggered_step(step)
         before, self._since = self._since, time.monotonic()
         return (None if secs is None else self._since - before), steps
 
     def steps_until_next(self, step: int) -> int | None:
-        """Steps until the next trigger, None where seconds decide."""
+        """Returns the steps until the next trigger; None if it is timed."""
         last = self.last_triggered_step()
         if last is None:
             return 1  # The first call always triggers.
@@ -191,9 +191,9 @@ class SecondOrStepTimer(tf.compat.v1.train.SecondOrStepTimer):
         return max(1, last + self._steps - step)
 
     def start(self, step: int) -> None:
-        """Starts an interval; of steps, the one of multiples that holds `step`.
+        """Starts an interval, at the last multiple of `every_steps`.
 
-        They stay multiples when a job goes on between two.
+        Triggers thus stay at multiples when a job resumes between two of them.
         """
         self.update_last_triggered_step(step - step % (self._steps or 1))
 
@@ -210,7 +210,7 @@ class SecondOrStepTimer(tf.compat.v1.train.SecondOrStepTimer):
 
 
 def check_exactly_one(**arguments: float | None) -> None:
-    """Fails unless one of two arguments is given, and positive."""
+    """Raises `ValueError` unless exactly one argument is given and positive."""
     given = [value for value in arguments.values() if value is not None]
     if len(given) != 1 or given[0] <= 0:
         received = ", ".join(f"{k}={v}" for k, v in arguments.items())
@@ -223,7 +223,7 @@ def check_exactly_one(**arguments: float | None) -> None:
 
 
 def check_hooks(hooks: Iterable[Any]) -> None:
-    """Raises a TypeError if a hook is TensorFlow's, of a graph's tensors."""
+    """Raises `TypeError` for TensorFlow's own hooks that need a graph."""
     for hook in hooks:
         if type(hook) in _OF_A_GRAPH:
             name = type(hook).__name__
@@ -235,21 +235,21 @@ def check_hooks(hooks: Iterable[Any]) -> None:
 
 
 def begin_all(hooks: Sequence[Hook]) -> None:
-    """Calls `begin` of hooks that can run; see `check_hooks`."""
+    """Checks the hooks with `check_hooks`, then calls their `begin`."""
     check_hooks(hooks)
     for hook in hooks:
         hook.begin()
 
 
 class TimedHook(SessionRunHook):
-    """Base of hooks that act every so many seconds or steps.
+    """Base class of hooks that act every N seconds or steps.
 
     Args:
         at_first_step: Whether the first step triggers, as in TF1. If not, the
             session's creation starts the first interval: the hook then acts at
-            multiples of N, together with others, and runs are not cut short.
-        **cadence: Seconds, then steps, between two calls of `on_trigger`, named
-            as the hook's own arguments are.
+            multiples of N, together with others, without shortening runs.
+        **cadence: Seconds, then steps, between two calls of `on_trigger`, under
+            the names of the hook's own arguments.
     """
 
     def __init__(self, at_first_step: bool = True, **cadence: Any) -> None:
@@ -257,14 +257,14 @@ class TimedHook(SessionRunHook):
         self._timer = SecondOrStepTimer(*cadence.values())
         self._at_first_step = at_first_step
         self._secs: float | None = None  # Between the last two triggers.
-        self._logs: Logs = {}  # The newest that are not empty.
+        self._logs: Logs = {}  # The latest non-empty logs.
 
     def begin(self) -> None:
         """Forgets an earlier session."""
         self._timer.reset()
 
     def after_create_session(self, session: Session, coord: Any) -> None:
-        """Starts the first interval; later goes back to a restored step."""
+        """Starts the first interval, or rewinds the timer after a recovery."""
         self._timer.go_back_to(session.step)
         begun = self._timer.last_triggered_step() is not None
         if not (self._at_first_step or begun):
@@ -283,12 +283,12 @@ class TimedHook(SessionRunHook):
             self.on_trigger(run_context, run_values.results)
 
     def on_trigger(self, context: RunContext, logs: Logs) -> None:
-        """What the hook does; `logs` are those of the steps just run."""
+        """Performs the hook's action; `logs` are of the steps just run."""
         raise NotImplementedError
 
 
 class HookRunner:
-    """Calls hooks around a run, as TF1's sessions did: `before_run` at once."""
+    """Calls hooks around a run as in TF1; `before_run` when constructed."""
 
     def __init__(self, hooks: Iterable[Hook], session: Any) -> None:
         self.context = SessionRunContext(SessionRunArgs(None), session)
@@ -302,7 +302,7 @@ class HookRunner:
                 )
 
     def end(self, logs: Mapping[str, float]) -> None:
-        """Calls `after_run` with what each hook asked for; default: `logs`."""
+        """Calls `after_run` with each hook's fetches, or `logs` if none."""
         variables = self.context.session.variables
         for hook, _ in self._asked:
             if hasattr(hook, "note_logs"):  # Before another hook may fail.
@@ -315,14 +315,14 @@ class HookRunner:
 def resolve(
     fetches: Any, logs: Mapping[str, float], variables: Mapping[str, Any]
 ) -> Any:
-    """`fetches` with each leaf replaced by its value.
+    """Returns `fetches` with each leaf replaced by its value.
 
     >>> resolve({"a": "loss", "b": ["step"]}, {"loss": 0.5},
     ...         {"step": tf.Variable(3)})
     {'a': 0.5, 'b': [np.int32(3)]}
 
-    A name is looked up in `logs` first, and must be in one of them; a variable
-    in shards is gathered.
+    A name is looked up in `logs`, then in `variables`, and must be in one of
+    them; a sharded variable is gathered.
     """
 
     def value(fetch: Any) -> Any:
@@ -345,8 +345,8 @@ def resolve(
 def steps_allowed(
     hooks: Iterable[Hook], step: int, most: int
 ) -> tuple[int, int]:
-    """Steps to run, at most `most`, and how many more may be under way then."""
-    until = 1 << 60  # When no other step may be under way.
+    """Returns the steps to run, and how many more may be running then."""
+    until = 1 << 60  # The steps until no other step may be running.
     for hook in hooks:
         ask = getattr(hook, "steps_until_next", lambda step: None)
         wish = 1 if wants_every_step(hook) else ask(step)

@@ -1,4 +1,4 @@
-"""What training shows in TensorBoard: scalars, speed, staleness, profiles."""
+"""Hooks that write to TensorBoard: scalars, speed, staleness, profiles."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ _log = logging.getLogger(__name__)
 class SummarySaverHook(TimedHook):
     """Writes the logs (the loss and the metrics) as scalars.
 
-    As `tf.compat.v1.train.SummarySaverHook`: the first step is written, then
-    every N later (1, 4, 7 for N=3). The scalars are the logs of the run that
+    Like `tf.compat.v1.train.SummarySaverHook`: it writes the first step, then
+    every N steps (1, 4, 7 for N=3). The scalars are the logs of the run that
     ends at that step, instead of a graph's `summary_op`. After a recovery
-    TensorBoard is told which points are void: those steps are written again.
+    TensorBoard discards the points of steps that are run again.
 
     Args:
         save_steps: Steps between summaries.
         save_secs: Seconds between summaries. Exactly one must be given.
         output_dir: Directory of the event file; must be given.
-        at_first_step: Whether the first step is written, as in TF1. If not,
-            summaries fall on multiples of N, together with checkpoints, and
-            runs are not cut short for them.
+        at_first_step: Whether to write the first step, as in TF1. If not,
+            summaries are written at multiples of N, together with checkpoints,
+            and do not shorten runs.
 
     >>> saver = tfdist.hooks.SummarySaverHook(2, output_dir=directory)
     >>> hooks = [saver, tfdist.StopAtStepHook(last_step=4)]
@@ -70,12 +70,12 @@ class SummarySaverHook(TimedHook):
         self._start_step: int | None = None
 
     def after_create_session(self, session: Session, coord: Any) -> None:
-        """Notes where the session starts."""
+        """Stores the step at which the session starts."""
         super().after_create_session(session, coord)
         self._start_step = session.step
 
     def after_run(self, run_context: RunContext, run_values: RunValues) -> None:
-        """Writes where the session started; logs when the timer triggers."""
+        """Writes the session's start, and logs when the timer triggers."""
         if self._start_step is not None:
             self._file.write_start(self._start_step + 1)
             self._start_step = None
@@ -87,20 +87,20 @@ class SummarySaverHook(TimedHook):
 
 
 class StepCounterHook(TimedHook):
-    """Logs steps per second, checkpoints and evaluations included.
+    """Logs steps per second, including time for checkpoints and evaluations.
 
-    As `tf.compat.v1.train.StepCounterHook`: tag `global_step/sec`; the first
-    step starts the clock, so the first rate is that of step N + 1. Beside it
-    stands `input_wait`, the share of the steps' time in which they waited for
+    Like `tf.compat.v1.train.StepCounterHook`, with tag `global_step/sec`; the
+    first step starts the clock, so the first rate is written at step N + 1. It
+    also writes `input_wait`, the fraction of the steps' time spent waiting for
     data, from 0 to 1.
 
     Args:
         every_n_steps: Steps between rates.
-        every_n_secs: Seconds between rates. Exactly one must be given:
-            `every_n_steps=None`, then.
+        every_n_secs: Seconds between rates. Exactly one must be given, so set
+            `every_n_steps=None` with it.
         output_dir: Directory of the event file; None to log only.
         at_first_step: As for `SummarySaverHook`.
-        log: Whether to log it too.
+        log: Whether to also log the rate.
 
     >>> hook = tfdist.hooks.StepCounterHook(every_n_steps=500)
     >>> hook.steps_until_next(step=0)
@@ -138,7 +138,7 @@ class StepCounterHook(TimedHook):
             self._since = (time.monotonic(), session.step, session.input_secs)
 
     def after_run(self, run_context: RunContext, run_values: RunValues) -> None:
-        """Measures when the timer triggers; warns of a step that stands."""
+        """Measures when the timer triggers; warns if the step is stuck."""
         super().after_run(run_context, run_values)
         session = run_context.session
         stands = session.step == self._seen_step and not session.should_stop()
@@ -168,10 +168,10 @@ class StepCounterHook(TimedHook):
 
 
 class StalenessHook(TimedHook):
-    """Writes how stale the updates of asynchronous training are.
+    """Writes the staleness of asynchronous updates.
 
-    A histogram and percentiles of all updates so far, and one line at the
-    end; nothing where `session.staleness` is None.
+    Writes a histogram and percentiles of all updates so far, and logs a line at
+    the end; writes nothing if `session.staleness` is None.
 
     Args:
         output_dir: Directory of the event file.
@@ -199,17 +199,17 @@ class StalenessHook(TimedHook):
         self._file.write(context.session.step, scalars, seen)
 
     def end(self, session: Session) -> None:
-        """Logs the figures of all updates."""
+        """Logs the staleness of all updates."""
         if session.staleness is not None:
             _log.info("%s", staleness.describe(session.staleness))
 
 
 class DynamicEmbeddingHook(TimedHook):
-    """Writes how full each `DynamicEmbedding` of the model is.
+    """Writes the `counters` of each `DynamicEmbedding` in the model.
 
-    Of each, what its `counters` returns. Servers count their own ids, which
-    takes some 4 ms a million rows; an `Estimator` has it done as often as it
-    saves. Nothing where there is no such table.
+    Servers count their own ids, which takes about 4 ms per million rows; an
+    `Estimator` does so as often as it saves. Writes nothing if the model has no
+    such table.
 
     Args:
         output_dir: Directory of the event file.
@@ -235,7 +235,7 @@ class DynamicEmbeddingHook(TimedHook):
         self._write(context.session)
 
     def end(self, session: Session) -> None:
-        """Writes them as they are at the end."""
+        """Writes the final scalars."""
         if self._timer.last_triggered_step() != session.step:
             self._write(session)
 
@@ -250,12 +250,12 @@ class DynamicEmbeddingHook(TimedHook):
 
 
 class ProfilerHook(TimedHook):
-    """Profiles one step, every N steps or seconds.
+    """Profiles one step every N steps or seconds.
 
-    As `tf.compat.v1.train.ProfilerHook`: never the first step, which is traced;
-    then steps N, 2N and so on. Each profile is of a run of a single step, of
-    this process alone, and goes to `<output_dir>/profile-<step>`, for
-    TensorBoard's profiler (TF1 wrote `timeline-<step>.json`).
+    Like `tf.compat.v1.train.ProfilerHook`, it skips the first step, which is
+    traced, then profiles steps N, 2N and so on. Each profile covers a single
+    step in this process only and is written to `<output_dir>/profile-<step>`,
+    for TensorBoard's profiler (TF1 wrote `timeline-<step>.json`).
 
     Args:
         save_steps: Steps between profiles.
@@ -276,12 +276,12 @@ class ProfilerHook(TimedHook):
         self._profiling = False
 
     def after_create_session(self, session: Session, coord: Any) -> None:
-        """Gives up the profile of a run that failed."""
+        """Stops the profile of a failed run."""
         super().after_create_session(session, coord)
         self._stop()
 
     def steps_until_next(self, step: int) -> int | None:
-        """Steps until the one that is profiled, or that one alone."""
+        """Returns the steps before the profiled one, or 1 for that one."""
         if self._timer.should_trigger_for_step(step + 1):
             return 1
         steps = self._timer.steps_until_next(step)
@@ -306,7 +306,7 @@ class ProfilerHook(TimedHook):
             self._stop()
 
     def end(self, session: Session) -> None:
-        """Stops the profiler, if the input ended within a profiled run."""
+        """Stops the profiler if the input ended during a profiled run."""
         self._stop()
 
     def _stop(self) -> None:

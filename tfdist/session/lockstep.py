@@ -31,8 +31,7 @@ class Lockstep:
     input position next to the leader's checkpoint, in
     `<checkpoint_dir>/inputs/<task>`, valid only for a group of the same size;
     `positions` creates the `Checkpoints` there. `watch` is called during waits.
-    A follower that receives SIGTERM leaves once the leader has saved, and the
-    others restart.
+    After SIGTERM a follower leaves once the leader has saved; others restart.
     """
 
     cluster: Cluster
@@ -72,8 +71,7 @@ class Lockstep:
         None at the end of the job, or if it continues without this process.
 
         Args:
-            what: "restored", for a path; "run", for a number of steps; or
-                "agreed", for a value.
+            what: "restored", a path; "run", a number of steps; or "agreed".
 
         Raises:
             RuntimeError: the leader has failed, or has different hooks.
