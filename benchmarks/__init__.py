@@ -1,1 +1,1 @@
-"""What produces every performance figure of tfdist; most by `run`."""
+"""The benchmarks behind tfdist's performance figures, most of them in `run`."""

@@ -1,4 +1,4 @@
-"""What tfdist must show, as ratios of medians that one run measured."""
+"""The performance targets of tfdist, as ratios of medians from one run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Results = Mapping[str, Mapping[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """Where a number stands.
+    """Identifies a measured figure.
 
     Attributes:
         scenario: Its name.
@@ -29,7 +29,7 @@ class Figure:
     measure: str
 
     def median(self, results: Results) -> float | None:
-        """The median of the rounds; None where it was not measured."""
+        """Returns the median of the rounds, or None if it was not measured."""
         medians = [
             statistics.median(figure["values"])
             for figure in results.get(self.scenario, {}).get("figures", ())
@@ -45,7 +45,7 @@ class Figure:
 
 @dataclasses.dataclass(frozen=True)
 class Bar:
-    """One ratio, and what is asked of it.
+    """A ratio of two figures, and its required bounds.
 
     Attributes:
         number: Of the list that the bars come from.
@@ -66,20 +66,20 @@ class Bar:
     is_difference: bool = False
 
     def value(self, results: Results) -> float | None:
-        """The ratio; None where one of the two was not measured."""
+        """Returns the ratio, or None if either figure was not measured."""
         a, b = self.figure.median(results), self.over.median(results)
         if a is None or b is None:
             return None
         return a - b if self.is_difference else a / b
 
     def is_met(self, value: float) -> bool:
-        """Whether `value` is what is asked."""
+        """Whether `value` is within the bounds."""
         return (self.least is None or value >= self.least) and (
             self.most is None or value <= self.most
         )
 
     def asked(self) -> str:
-        """The bar in words."""
+        """Describes the bounds in words."""
         unit = "" if self.is_difference else " x"
         if self.least is None:
             return f"at most {self.most:g}{unit}"
@@ -88,7 +88,7 @@ class Bar:
         return f"{self.least:g} to {self.most:g}{unit}"
 
     def told(self, value: float) -> str:
-        """A value in words."""
+        """Formats a value for the report."""
         return f"{value:+.4f}" if self.is_difference else f"{value:.2f} x"
 
 

@@ -50,7 +50,7 @@ def _decode(records: tf.Tensor) -> tuple[dict[str, tf.Tensor], tf.Tensor]:
 def train(
     directory: str, pipelines: int = 1, index: Any = 0, batch: int = BATCH
 ) -> tf.data.Dataset:
-    """Shuffled batches without end.
+    """Returns an infinite dataset of shuffled batches.
 
     Args:
         directory: What `write` has filled.
@@ -77,7 +77,7 @@ def train(
 
 
 def evaluation(directory: str) -> tf.data.Dataset:
-    """One pass over the examples that nobody trains on."""
+    """Returns a finite dataset of the evaluation examples."""
     return _records(f"{directory}/eval.bin").batch(1024).map(_decode)
 
 

@@ -1,4 +1,4 @@
-"""Commands that benchmarks run to their end."""
+"""Runs commands and waits until they finish."""
 
 from __future__ import annotations
 

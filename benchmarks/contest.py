@@ -1,4 +1,4 @@
-"""How contenders are compared: in turns, each in a cluster of its own.
+"""Compares contenders: they run in turns, each in a cluster of its own.
 
 A scenario is a file of `benchmarks/scenarios` with a function
 `run(bench: Bench) -> Iterator[Result]`: one result, after each of its sizes.
@@ -28,7 +28,7 @@ Measured = dict[str, Any]
 
 @dataclasses.dataclass
 class Result:
-    """What a scenario found.
+    """The results of a scenario.
 
     Attributes:
         title: What is compared.
@@ -89,13 +89,13 @@ class Result:
 
 @dataclasses.dataclass
 class Bench:
-    """What a scenario is told.
+    """The settings and services that a scenario receives.
 
     Attributes:
         environments: The interpreters.
         rounds: How often each contender has its turn.
         quick: Whether sizes are tiny: to see that all runs, not how fast.
-        only: Contenders that are wanted; empty for all.
+        only: Names of the contenders to run; empty for all.
     """
 
     environments: Environments

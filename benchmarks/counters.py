@@ -1,7 +1,7 @@
-"""What a cluster has used so far: seconds, CPU and switches of tasks, bytes.
+"""The resources a cluster has used: seconds, CPU, context switches, bytes.
 
-Read from the kernel, by the standard library alone: every contender counts with
-this file, whatever its TensorFlow.
+The counters are read from the kernel with only the standard library, so every
+contender uses this module, whatever its version of TensorFlow.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def sent_bytes() -> int:
 
 
 def peak_bytes(pid: int | str = "self") -> int:
-    """The most memory a process has had."""
+    """Returns the peak memory of a process."""
     for line in pathlib.Path(f"/proc/{pid}/status").read_text().splitlines():
         name, _, value = line.partition(":")
         if name == "VmHWM":
@@ -113,7 +113,7 @@ def context_switches(pid: int) -> int:
 
 
 def usage() -> Usage:
-    """What this process's cluster has used until now."""
+    """Returns the resources that this process's cluster has used so far."""
     pids = tasks()
     return {
         "time": time.monotonic(),
@@ -126,7 +126,7 @@ def usage() -> Usage:
 
 
 def difference(before: Usage, after: Usage, steps: int) -> dict[str, Any]:
-    """What some steps have used.
+    """Returns the resources that some steps have used.
 
     Args:
         before: `usage()` before them.

@@ -1,12 +1,12 @@
-"""What a job has learnt when its workers die: AUC, by seed.
+"""How well a job learns when its workers die: the AUC for each seed.
 
     python -m benchmarks.deaths [--seeds=3] [--max_steps=6000] -- \
         --train_files='train.csv' --eval_files=eval.csv --label=income
 
 Runs `trainer.task` with the flags after `--` on 2 ps and 3 workers:
-undisturbed; with eight kills of workers, which come back; with two workers
-killed at step 500, which do not. Prints the AUC of each run, and how far the
-disturbed ones are from the undisturbed.
+undisturbed; with eight kills of workers that restart; with two workers killed
+at step 500 that do not restart. Prints the AUC of each run, and the difference
+between disturbed and undisturbed runs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The interpreters of contenders that need other packages than tfdist.
 
-Each has a virtual environment, made when it is first needed and kept for the
-next time. One whose packages cannot be installed is missing, with the reason.
+Each has a virtual environment, which is created on first use and kept. A
+contender whose packages cannot be installed is reported as missing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Environments:
     """Virtual environments in one directory.
 
     Args:
-        directory: Where they are.
+        directory: The directory of the environments.
     """
 
     def __init__(self, directory: pathlib.Path) -> None:
@@ -42,7 +42,7 @@ class Environments:
         self._missing: dict[str, MissingError] = {}
 
     def python(self, name: str) -> str:
-        """The interpreter of an environment, which is made if need be.
+        """Returns the interpreter of an environment; creates it if necessary.
 
         Raises:
             MissingError: it cannot be made; says why.

@@ -3,11 +3,11 @@
     python -m benchmarks.growing [--rows=100000,1000000] [--new=0,100]
     python -m benchmarks.growing --rows=100000 --tables=26
 
-Both look up the same 8 ids per example, 256 examples a step, on 2 ps and 2
-workers, in turns. A step has so many ids that are `new`; the others are among
-`--rows` that had a row before the first step. (A step looks up 2,048.) Half of
-`--steps` are run before any is timed. Of several `--tables`, each has so many
-rows and looks up one id of an example.
+Both look up the same 8 ids per example, 256 examples per step (2,048 ids), on 2
+ps and 2 workers, in turns. `--new` ids of a step are new; the others are among
+the `--rows` that had a row before the first step. Half of `--steps` run before
+any step is timed. With several `--tables`, each has `--rows` rows and looks up
+one id per example.
 """
 
 from __future__ import annotations

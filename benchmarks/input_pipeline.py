@@ -1,13 +1,13 @@
-"""Reading by `tfdist.data.readers` against pipelines that are written by hand.
+"""Compares `tfdist.data.readers` with hand-written input pipelines.
 
     python -m benchmarks.input_pipeline [--rounds=5] [--seconds=3]
 
 Eight files of 40,000 examples with ten numbers, as CSV and as TFRecord, batches
-of 256, shuffled with a buffer of 10,000, without end. `plain` is what the guide
-of tf.data tells to write: interleaved files, a shuffled buffer, batches that
-are parsed by a parallel map, a prefetch. `TF's own` is `make_csv_dataset` or
-`make_batched_features_dataset`. They take turns; printed are the median and the
-range of the examples per second, and the CPU time of an example.
+of 256, shuffled with a buffer of 10,000, repeated. `plain` follows the tf.data
+guide: interleaved files, a shuffle buffer, batches parsed by a parallel map,
+prefetching. `TF's own` is `make_csv_dataset` or
+`make_batched_features_dataset`. The pipelines take turns. Prints the median and
+the range of the examples per second, and the CPU time per example.
 """
 
 from __future__ import annotations

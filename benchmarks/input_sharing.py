@@ -1,15 +1,14 @@
-"""The lecture's mistake, and its cure: what two workers read at the same step.
+"""How much of a batch two workers share at the same step, and how to avoid it.
 
     python -m benchmarks.input_sharing [--picture=input_sharing.png]
 
 Workers that all load the same files see the same batch at the same time and
-compute the same gradients, however well the files are shuffled. For 1 to 16
-files and 2 to 4 workers, with the index of the worker a number, as under
-all-reduce, and a tensor, as under parameter servers: the largest share of a
-batch that two workers read at the same step, for the pipeline of the guide of
-tf.data with the seed that all processes of a job have, and for
-`tfdist.read_tfrecords`. Prints a table and draws a picture. It takes some
-minutes, and no cluster.
+compute the same gradients, however well the files are shuffled. Measures the
+largest share of a batch that two workers read at the same step, for 1 to 16
+files and 2 to 4 workers, whose index is a number (all-reduce) or a tensor
+(parameter servers): with a pipeline from the tf.data guide, seeded equally in
+all processes, and with `tfdist.read_tfrecords`. Prints a table and draws a
+picture. Takes a few minutes and needs no cluster.
 """
 
 from __future__ import annotations

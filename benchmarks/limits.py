@@ -1,4 +1,4 @@
-"""What no implementation can beat, measured on the same machine."""
+"""Upper limits for any implementation, measured on the same machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps per second where each packet between two tasks takes its time.
+"""Steps per second when packets between tasks are delayed.
 
     python -m benchmarks.links [--delays=0,0.25,1,5] [--mbit=0] [--rounds=3]
         [--only=small,wide_and_deep] [--steps=1500] [--read_ahead=0]
@@ -10,10 +10,10 @@ and lets through so many Mbit/s from and to each task; 0: as many as it can.
 Delays take turns in each round, and so do several `--read_ahead` (see
 `RunConfig`) and another checkout, with `--against`, which reads nothing ahead.
 
-Prints for each case and delay the median of the steps per second and their
-range, what the switch takes of one core, and by how much more than the delay a
-packet was late on average. Of others than the first of the same delay also how
-many times as fast they are: the median and the range of the rounds' ratios.
+Prints for each case and delay the median and the range of the steps per second,
+the share of one core that the switch uses, and the average time by which
+packets exceeded the delay. Prints for all but the first run with a delay also
+its speed relative to the first: the median and the range of the rounds' ratios.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What a cluster of many tasks costs its chief and its servers.
+"""The load that a cluster of many tasks puts on its chief and its servers.
 
     python -m benchmarks.many_workers [--clusters=2x2,2x8,2x32,8x8]
         [--dispatches=20] [--sleep_ms=100] [--out=results]
 
-Each worker waits `--sleep_ms` for each of its batches, so that many fit on a
-few CPUs; a dispatch has ten steps of a small model with a table that is split
-over all servers. Prints for each cluster, given as ps x workers:
+Each worker sleeps `--sleep_ms` per batch, so that many workers can share a few
+CPUs. A dispatch has ten steps of a small model, whose table is partitioned over
+all servers. Prints for each cluster, given as ps x workers:
 
     first step   seconds from the launcher's start to the first step
     steps/s      and the share of what the sleep alone would allow

@@ -6,10 +6,10 @@ Creates, trains and checkpoints a table of `rows` x 16 with Adagrad on 2 ps and
 2 workers, and prints by how much each task's peak exceeds that with a table of
 1,000 rows, beside the bytes of the table and its slot that the task holds.
 
-While a shard is initialized or restored, its server holds a second copy of it:
-TensorFlow's assignment copies. So many small shards (64 MB each by
-`variable_axis_size_partitioner(64 << 20)`) need less memory than few large
-ones; `--shards=2` shows it.
+While a shard is initialized or restored, its server holds a second copy of it,
+since TensorFlow's assignment copies. Many small shards (64 MB each with
+`variable_axis_size_partitioner(64 << 20)`) therefore need less memory than a
+few large ones, as `--shards=2` shows.
 """
 
 from __future__ import annotations

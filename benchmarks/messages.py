@@ -1,4 +1,4 @@
-"""What it is worth to send one message instead of one per variable.
+"""The benefit of sending one message instead of one per variable.
 
     python -m benchmarks.messages
 

@@ -1,9 +1,9 @@
-"""Processes in networks of their own, joined by a switch that delays packets.
+"""Processes in separate networks, connected by a switch that delays packets.
 
-Each has a network namespace with a TUN device, of the address 10.77.0.K, and
-the switch, `switch.c`, reads and writes all devices. Packets are segmented as
-for an MTU of 1500, but travel up to 64 kB at a time and without checksums, as
-through a network card that does both; so the switch costs little CPU.
+Each process has a network namespace with a TUN device, whose address is
+10.77.0.K. The switch, `switch.c`, reads and writes all devices. Packets are
+segmented for an MTU of 1500, but travel in units of up to 64 kB and without
+checksums, as with a network card that offloads both, to save CPU time.
 """
 
 from __future__ import annotations

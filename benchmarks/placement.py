@@ -1,4 +1,4 @@
-"""How even each placement is, on the variables of real models.
+"""How evenly each placement balances the variables of real models.
 
     python -m benchmarks.placement
 

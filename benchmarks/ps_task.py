@@ -2,11 +2,11 @@
 
     python -m benchmarks.ps_task JSON
 
-Who measures is the JSON's `who`: "tfdist"; "one_by_one", a plain
-`ClusterCoordinator` loop in which every table is looked up and every variable
-updated by itself, with the same kernels where the variable lives; or "stock",
-that loop with Keras' own layers and optimizer. All unroll ten steps in a
-dispatch, if `unrolled` does not say otherwise.
+`who` in the JSON selects the contender: "tfdist"; "one_by_one", a plain
+`ClusterCoordinator` loop that looks up every table and updates every variable
+separately, with the same kernels on the variable's device; or "stock", the same
+loop with Keras' own layers and optimizer. All unroll ten steps per dispatch,
+unless `unrolled` says otherwise.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""How long training stands still after a task was killed, part by part.
+"""How long training is interrupted after a task is killed, part by part.
 
     python -m benchmarks.recovery [--rounds=3] [--kinds=ps,worker,chief]
         [--launch=--no_fork]
 
 Trains `trainer.task` on its synthetic click log by `tfdist launch`, on 2 ps and
-2 workers, without evaluations between. Once in each round a task of each kind
-is killed with SIGKILL, while the steps are as fast as they get. Prints when, in
-seconds after the kill, each part of the way back was behind it, for each round
-and their medians:
+2 workers, without intermediate evaluations. In each round, one task of each
+kind is killed with SIGKILL, once training has reached full speed. Prints the
+time, in seconds after the kill, at which each part of the recovery was
+complete, for each round, and the medians:
 
     started     the launcher has a process in its place
     program     that has imported everything, and runs the program

@@ -1,4 +1,4 @@
-"""One client that drives all workers, or one client per worker: steps a second.
+"""Steps per second of one client for all workers, and of one per worker.
 
     python -m benchmarks.replication [--quick] [--json=FILE]
 
@@ -21,16 +21,16 @@ Steps: `empty` takes a number and does nothing; `dense` has six variables, of
 19 kB; `sparse` eight tables of 100,000 x 16, each on both ps; `100 variables`
 are small. All but the first train with Adagrad on batches of 256.
 
-How to read it. A dispatch costs the coordinator the time of one Python process,
-whatever the number of workers (`empty` with one step tells how many it hands
-out in a second), and a client the round trip of its ticket. With one step in
-each, clients are up to twice as fast in an empty step, and the less so the more
-a step does. K steps in a dispatch divide both costs by K; what remains is the
-work of workers and ps, which is the same in both forms. So clients pay only
-where the workers together want more dispatches than one process hands out, or
-where a dispatch must be a single step, as with data that end. The clients'
-thread pools spin while they wait, the workers' do not: TensorFlow lets a
-program set this for servers alone.
+How to read it: a dispatch costs the coordinator CPU time in a single Python
+process, whatever the number of workers (`empty` with one step shows the highest
+rate of dispatches), and a client the round trip of its ticket. With one step
+per dispatch, clients are up to twice as fast in an empty step; the advantage
+shrinks as a step does more work. K steps per dispatch divide both costs by K;
+the remaining work of workers and ps is the same in both forms. Clients thus pay
+off only if the workers together need more dispatches than one process can make,
+or if a dispatch must be a single step, as with finite data. The clients' thread
+pools spin while they wait, unlike the workers': TensorFlow makes this
+configurable for servers only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Measures what a byte takes to another network and back, by TCP.
+"""Measures the TCP round-trip time of one byte to another network.
 
     python -m benchmarks.round_trip answer ADDRESS
     python -m benchmarks.round_trip ask ADDRESS

@@ -1,4 +1,4 @@
-"""All figures beside the peers, from one command.
+"""Measures tfdist and its peers, all with one command.
 
     python -m benchmarks.run [--quick] [--only=NAME,...] [--out=results]
 
@@ -9,10 +9,10 @@ the ratios that tfdist must show, each beside its bar. The environments of
 contenders with other packages are made in `<out>/venvs` and kept; one that
 cannot be made is reported as missing.
 
-`--quick` has tiny sizes and one round: it shows that all runs, not how fast.
-All of it takes some two hours of a machine that does nothing else; with
-`--only=null_step` a scenario has its turn alone, and the page keeps what was
-measured of the others before.
+`--quick` uses tiny sizes and one round, to test that everything runs, not how
+fast. A full run takes about two hours on an otherwise idle machine.
+`--only=null_step` runs one scenario; the page keeps the earlier results of the
+others.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Exports of tfdist, loaded and asked in TF 2.15.1.
+"""Serves exports of tfdist in TF 2.15.1 and compares the predictions.
 
     python -m benchmarks.serving_in_2_15 --data=DIRECTORY --peer=PYTHON
 
 DIRECTORY and PYTHON are those of `benchmarks.canned`. Trains a canned wide and
 deep classifier and regressor and a functional Keras model for some steps,
-exports them, and asks every signature for examples of `eval.csv`, by the
-loader in C++ (that of TensorFlow Serving) and by the one in Python. Prints the
-largest difference between TF 2.15.1's answers and those of this TensorFlow,
-and between its predictions and `Estimator.predict`. The exit code is 1 where
-one is above 1e-5.
+exports them, and calls every signature on examples of `eval.csv`, with the C++
+loader (that of TensorFlow Serving) and the Python loader. Prints the largest
+difference between the outputs of TF 2.15.1 and of this TensorFlow, and between
+its predictions and `Estimator.predict`. The exit code is 1 if a difference is
+above 1e-5.
 
 This file runs under either interpreter.
 """

@@ -1,4 +1,4 @@
-"""What safeguards cost: finite weights, a hook at every step, checkpoints.
+"""The cost of safeguards: `check_numerics`, hooks, checkpoints.
 
     python -m benchmarks.silence
     python -m benchmarks.silence --save_secs=30 [--rounds=5] [--directory=DIR]

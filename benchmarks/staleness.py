@@ -2,11 +2,11 @@
 
     python -m benchmarks.staleness [--steps=3000]
 
-Each step of a worker takes 20 ms, which is waiting and no computing, so that
-two cores can play five machines; one worker may be ten times slower. Prints
-the staleness that the job itself reports, the steps per second of all workers,
-and, beside a slow one, what the others do of it: the slow one does a tenth of
-what one of them does at most.
+Each step of a worker sleeps for 20 ms, so that two cores can simulate five
+machines; one worker may be ten times slower. Prints the staleness that the job
+reports, the steps per second of all workers and, with a slow worker, the share
+of the steps that the others run: the slow worker runs at most a tenth as many
+steps as each of them.
 """
 
 from __future__ import annotations

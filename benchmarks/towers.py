@@ -1,4 +1,4 @@
-"""In-graph replication on the devices of one process: by hand, and mirrored.
+"""In-graph replication in one process: by hand, and by `MirroredStrategy`.
 
     python -m benchmarks.towers [--towers=2]
 

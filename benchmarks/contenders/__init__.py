@@ -1,1 +1,1 @@
-"""Programs that are measured: one task of a cluster, or one process."""
+"""The measured programs: each is one task of a cluster, or one process."""

@@ -2,8 +2,8 @@
 
     python -m benchmarks.contenders.checkpoint JSON
 
-One task of a cluster on parameter servers, or one process. Who saves is the
-JSON's `who`: "tfdist", or "tensorflow", which is `tf.train.Checkpoint`.
+One task of a cluster on parameter servers, or one process. `who` in the JSON is
+the library: "tfdist", or "tensorflow" for `tf.train.Checkpoint`.
 """
 
 from __future__ import annotations

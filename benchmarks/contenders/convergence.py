@@ -1,4 +1,4 @@
-"""The AUC of wide and deep along the way, through tfdist's public API.
+"""The AUC of a wide-and-deep model during training with tfdist's public API.
 
     python -m benchmarks.contenders.convergence JSON
 

@@ -1,4 +1,4 @@
-"""The same steps on TF1's clients: between-graph replication, a session each.
+"""The same steps with TF1's clients: between-graph replication with sessions.
 
     python -m benchmarks.contenders.null_step_tf1 JSON
 
@@ -27,7 +27,7 @@ _WAIT_SECS = 120.0
 
 
 class Meeting:
-    """Everyone waits here for everyone, at each name once.
+    """A barrier for all tasks, which can be used once per name.
 
     Args:
         directory: That all share.

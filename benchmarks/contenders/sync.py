@@ -1,8 +1,8 @@
-"""A dense model in step on several replicas: tfdist, or Keras' own `fit`.
+"""Synchronous training of a dense model: tfdist, or Keras' own `fit`.
 
     python -m benchmarks.contenders.sync JSON
 
-One process of an all-reduce job, or one alone. Who trains is the JSON's `who`:
+One process of an all-reduce job, or a single process. The JSON's `who` is
 "tfdist" (as many processes as replicas), "mirrored" (Keras 3's `fit` under
 `MirroredStrategy`, replicas being logical CPUs), or "tf_keras" (its `fit` under
 `MultiWorkerMirroredStrategy`).

@@ -2,8 +2,8 @@
 
     python -m benchmarks.contenders.wide_and_deep_stock JSON
 
-The loop of TensorFlow's guide: Keras' own layers and optimizer, a step in a
-dispatch. One optimizer for all, for `compile` takes no more.
+The loop of TensorFlow's guide: Keras' own layers and optimizer, one step per
+dispatch. All variables share an optimizer, since `compile` accepts only one.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python -m benchmarks.contenders.wide_and_deep_tfdist JSON
 
-A compiled Keras model, `Estimator` and `train_and_evaluate`. As all contenders,
-it computes nothing but the loss while it trains; the AUC is found afterwards.
+A compiled Keras model, `Estimator` and `train_and_evaluate`. Like all
+contenders, it computes only the loss in training; the AUC is computed later.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""A file for each comparison that `python -m benchmarks.run` makes."""
+"""The comparisons that `python -m benchmarks.run` makes, one per file."""

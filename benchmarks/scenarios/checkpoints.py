@@ -1,4 +1,4 @@
-"""How fast a checkpoint is written and read, and what memory it takes."""
+"""The time and memory it takes to save and restore a checkpoint."""
 
 from __future__ import annotations
 

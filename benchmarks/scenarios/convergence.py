@@ -1,4 +1,4 @@
-"""What asynchronous training reaches, after so many steps and seconds."""
+"""The AUC that asynchronous training reaches over steps and seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The readers of `tfdist.data` beside pipelines that are written by hand."""
+"""The readers of `tfdist.data` compared with hand-written pipelines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps that compute nothing: what it costs to pull and to push."""
+"""Steps without computation: the cost of pulling and pushing variables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How even the load of the parameter servers is, by placement."""
+"""How evenly each placement balances the load of parameter servers."""
 
 from __future__ import annotations
 

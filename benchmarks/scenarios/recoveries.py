@@ -1,4 +1,4 @@
-"""How long training stands still after a task was killed."""
+"""How long training is interrupted after a task is killed."""
 
 from __future__ import annotations
 

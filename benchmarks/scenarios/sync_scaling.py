@@ -1,4 +1,4 @@
-"""Training in step: one to four replicas of the machine's cores."""
+"""Synchronous training with one to four replicas on the machine's cores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wide and deep with large embeddings, on all of TensorFlow's ways there."""
+"""Wide and deep with large embeddings, in tfdist and TensorFlow's variants."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ _FOLDERS = ("variables", "assets", "assets.extra")
 def check_export_dir(directory: str) -> None:
     """Checks that a model can be copied to a directory; call it at job start.
 
-     tfdist.vertex.check_export_dir(f"{directory}/model/")
+    >>> tfdist.vertex.check_export_dir(f"{directory}/model/")
 
     Raises:
         ValueError: `directory`, which is created, is not writable.
