@@ -242,7 +242,7 @@ def test_graphs_of_tensorflow_1_are_refused(tmp_path):
 def test_keras_by_another_library_is_refused(tmp_path, monkeypatch):
     """With PyTorch itself the variables are of a kind that nobody expects."""
     monkeypatch.setattr(keras.backend, "backend", lambda: "torch")
-    with pytest.raises(RuntimeError, match="by 'torch' now"):
+    with pytest.raises(RuntimeError, match="backend is 'torch' now"):
         RunConfig(str(tmp_path))
 
 
