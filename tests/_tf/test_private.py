@@ -51,7 +51,7 @@ def test_a_checkpoint_by_batches_goes_on_at_a_step():
     )
     wanted = saves(whole, [0, 1, 2, 3, 0, 1, 2, 3, 0])
     for step, batches in ((4, [0, 1, 2, 3, 0]), (5, [1, 2, 3, 0])):
-        private_keras.go_on_at(cut, step, 4)
+        private_keras.resume_at(cut, step, 4)
         assert cut._current_epoch == 1
         assert saves(cut, batches) == wanted[step:]
 
@@ -81,7 +81,7 @@ def test_variables_of_one_path_are_told_apart():
     model = keras.Model(inputs, keras.layers.Add()(outputs))
     paths = [v.path for v in model.variables]
     assert len({*paths}) < len(paths)
-    private_keras.tell_apart(model)
+    private_keras.make_paths_unique(model)
     found = {v.path: v for v in model.variables}
     assert len(found) == len(paths)
     assert {"a/ids/embeddings", "b/ids/embeddings"} < found.keys()
@@ -97,7 +97,7 @@ def test_variables_of_one_path_are_told_apart():
     names = [v.path for v in optimizer.variables]
     assert "adagrad/b_ids_embeddings_accumulator" in names
     before = [v.path for v in model.variables]
-    private_keras.tell_apart(model)
+    private_keras.make_paths_unique(model)
     assert [v.path for v in model.variables] == before
 
 
@@ -349,9 +349,9 @@ def test_other_workers_for_a_coordinator(monkeypatch):
         return {name for name in names if name.startswith(prefix)}
 
     for addresses in (["a:1", "b:1", "c:1"], ["a:1", "b:1"]):
-        with private_workers.unchanging(coordinator) as free:
+        with private_workers.locked_workers(coordinator) as free:
             assert free
-            with private_workers.unchanging(coordinator) as twice:
+            with private_workers.locked_workers(coordinator) as twice:
                 assert not twice
             workers = dict(enumerate(addresses))
             private_workers.connect_workers(coordinator, workers)
@@ -779,7 +779,7 @@ def test_seen_alone_changes_what_keras_asks_for():
 
     def run():
         context = tf.distribute.get_replica_context()
-        with private.seen_alone():
+        with private.single_replica_view():
             assert not tf.distribute.has_strategy()
             assert tf.distribute.get_replica_context() is context
         return tf.distribute.get_strategy() is strategy
@@ -791,7 +791,7 @@ def test_each_thread_has_its_own_losses():
     """A call begins while that of another thread goes on."""
     model = keras.Sequential([keras.Input([3]), keras.layers.Dense(2)])
     model.layers[0].activity_regularizer = keras.regularizers.L2(1.0)
-    private_keras.keep_losses_apart(model)
+    private_keras.keep_losses_per_thread(model)
 
     def losses(x):
         with keras.StatelessScope(collect_losses=True):

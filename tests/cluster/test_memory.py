@@ -51,7 +51,7 @@ def test_a_server_tells_what_is_free(monkeypatch):
     host, free = memory.free_bytes_on(tf.constant(0).device)
     assert 0 < free < math.inf
     monkeypatch.setattr(memory, "_FILE", "ram://tfdist/another")
-    memory.tell_free_bytes()
+    memory.publish_free_bytes()
     told_host, told = memory.free_bytes_on("/CPU:0")
     assert told_host == host
     assert 0 < told < math.inf

@@ -18,7 +18,7 @@ from tfdist.embeddings.growing import (
     Found,
     GrowingShards,
     growing_of,
-    taking_turns,
+    serialized_updates,
 )
 from tfdist.embeddings.index import BUCKET, SEGMENT, Index, _buckets, mixed
 from tfdist.embeddings.places import Places
@@ -69,7 +69,7 @@ class Shard:
             ones = tf.ones_like(own)
             self.slot.value.scatter_add(tf.IndexedSlices(ones, slots))
 
-        taking_turns([self.own.shard], update, [gradient])
+        serialized_updates([self.own.shard], update, [gradient])
 
     def learn(self, keys, step):
         found = self.pull(tf.constant(keys, tf.int64))

@@ -11,9 +11,9 @@ from tfdist.checkpoint import checkpoints
 from tfdist.checkpoint.checkpoints import Checkpoints
 from tfdist.hooks.basic import SessionRunHook, StopAtStepHook
 from tfdist.hooks.saving_hooks import (
+    AutomaticSecs,
     CheckpointSaverHook,
     CheckpointSaverListener,
-    Sparing,
 )
 from tfdist.session import recoverable
 from tfdist.training.finite import NonFiniteVariablesError
@@ -407,7 +407,7 @@ def test_what_costs_more_is_done_less_often(tmp_path, monkeypatch):
     monkeypatch.setattr("time.monotonic", lambda: next(seconds))
     every_step = SessionRunHook()
     every_step.steps_until_next = lambda step: 1
-    for save_secs in (1.0, Sparing(1.0)):
+    for save_secs in (1.0, AutomaticSecs(1.0)):
         directory = tmp_path / type(save_secs).__name__
         hook = CheckpointSaverHook(str(directory), save_secs=save_secs)
         count([hook, every_step], 9)

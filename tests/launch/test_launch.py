@@ -58,7 +58,7 @@ def test_backoff():
 )
 def test_exit_codes(exit_code, shell, words):
     assert command.shell_exit_code(exit_code) == shell
-    assert processes.how_it_ended(exit_code) == words
+    assert processes.describe_exit(exit_code) == words
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def repeated(failures, *events):
     for message, step, in_hook in events:
         error = op_error("UnavailableError", message)
         error.in_hook = in_hook
-        yield failures.is_the_users(error, step)
+        yield failures.is_user_error(error, step)
 
 
 def test_whose_error_it_is(monkeypatch):

@@ -9,7 +9,7 @@ from tfdist.training.compiled_model import (
     check_sums,
     checked_model,
     element_spec_of,
-    look_at,
+    trace_on_spec,
 )
 
 SPEC = (tf.TensorSpec([None, 4]), tf.TensorSpec([None, 1]))
@@ -69,7 +69,7 @@ def test_what_is_looked_at_is_not_run():
         counter.assign_add(1.0)
         seen.append(batch)
 
-    look_at(run, {"ids": tf.RaggedTensorSpec([None, None], tf.int64)})
+    trace_on_spec(run, {"ids": tf.RaggedTensorSpec([None, None], tf.int64)})
     assert float(counter) == 0.0
     assert isinstance(seen[0]["ids"], tf.RaggedTensor)
 

@@ -327,7 +327,7 @@ def test_a_worker_that_left_is_new_when_it_comes_back(monkeypatch, caplog):
         coordinator=None, num_workers=3, resize=lambda cluster: None
     )
     free = contextlib.nullcontext(True)
-    monkeypatch.setattr(private_workers, "unchanging", lambda _: free)
+    monkeypatch.setattr(private_workers, "locked_workers", lambda _: free)
     loop._warm |= {worker: {1} for worker in range(3)}
     loop._exhausted.add(2)
     assert loop.resize(SimpleNamespace(num_workers=2))

@@ -16,7 +16,9 @@ from typing import Any, TypeAlias
 import keras
 import tensorflow as tf
 from tensorflow.python import pywrap_tfe  # Whether tapes record: `accessed`.
-from tensorflow.python.distribute import distribute_lib  # For `seen_alone`.
+
+# The number of replicas that Keras sees, for `single_replica_view`.
+from tensorflow.python.distribute import distribute_lib
 
 # Describes the processes of an all-reduce job, for `leave_together`.
 from tensorflow.python.distribute.collective_all_reduce_strategy import (
@@ -170,7 +172,7 @@ def _table(keys: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
     return handle
 
 
-def raise_at_once(coordinator: ClusterCoordinator) -> None:
+def raise_immediately(coordinator: ClusterCoordinator) -> None:
     """Makes the coordinator raise errors without waiting for other calls.
 
     A call that reads from a server that was killed and restarted never ends.
@@ -221,13 +223,13 @@ def coordinator_has_ended(coordinator: ClusterCoordinator, secs: float) -> bool:
     return ended
 
 
-def tell_cluster(key: str, value: str) -> None:
+def set_cluster_value(key: str, value: str) -> None:
     """Writes a value, once, for all processes of an all-reduce job to read."""
     context.context().set_config_key_value(f"tfdist/{key}", value)
 
 
-def ask_cluster(key: str, timeout_secs: float) -> str | None:
-    """Reads what `tell_cluster` wrote in any process; None after a timeout.
+def get_cluster_value(key: str, timeout_secs: float) -> str | None:
+    """Reads a value that any process has set, or returns None after a timeout.
 
     Raises `OpError` if the process that stores values, or another, is gone.
     """
@@ -289,7 +291,7 @@ def accessed(value: tf.Tensor) -> tf.Tensor:
 
 
 @contextlib.contextmanager
-def seen_alone() -> Iterator[None]:
+def single_replica_view() -> Iterator[None]:
     """A context in which Keras considers a replica the only one.
 
     Keras divides its own losses by the number of replicas, but not losses that

@@ -147,7 +147,7 @@ def leave_strategy(model: keras.Model) -> None:
             each._distribute_strategy = None
 
 
-def tell_apart(model: keras.Model) -> None:
+def make_paths_unique(model: keras.Model) -> None:
     """Gives variables that share a path, and their layers, distinct paths.
 
     Keras builds the layers of a functional model before it is part of another,
@@ -228,7 +228,7 @@ class _OwnIds(threading.local):
         return self.__contains(value)
 
 
-def keep_losses_apart(model: keras.Model) -> None:
+def keep_losses_per_thread(model: keras.Model) -> None:
     """Makes each thread keep the losses that its own model call has added.
 
     A call first clears the losses of earlier calls, and replicas take turns in
@@ -326,7 +326,7 @@ def profiles(callback: keras.callbacks.TensorBoard) -> bool:
     return callback._should_trace
 
 
-def go_on_at(
+def resume_at(
     callback: keras.callbacks.ModelCheckpoint, step: int, steps_per_epoch: int
 ) -> None:
     """Makes a callback that saves by batches count as if after `step` steps."""

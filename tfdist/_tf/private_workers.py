@@ -23,7 +23,7 @@ from tfdist._tf.private import ClusterCoordinator
 
 
 @contextlib.contextmanager
-def unchanging(coordinator: ClusterCoordinator) -> Iterator[bool]:
+def locked_workers(coordinator: ClusterCoordinator) -> Iterator[bool]:
     """Yields whether all workers are connected; if so, keeps that unchanged.
 
     If one has died, a thread waits for it in C++ code, and holds the lock.
@@ -42,7 +42,7 @@ def connect_workers(
 ) -> None:
     """Connects to exactly these workers, by index, and gives each a thread.
 
-    Call this inside `unchanging`, when all of them are up and nothing is
+    Call this inside `locked_workers`, when all of them are up and nothing is
     running. Variables and functions are kept.
     """
     cluster = coordinator._cluster

@@ -53,7 +53,7 @@ def estimator_name(path: str) -> str:
     return path
 
 
-def weight_there(name: str, saved: Iterable[str]) -> str:
+def saved_weight_name(name: str, saved: Iterable[str]) -> str:
     """What a checkpoint calls it, whatever its column's name is made of."""
 
     def plain(name: str) -> str:
@@ -71,12 +71,14 @@ def weight_there(name: str, saved: Iterable[str]) -> str:
     return name
 
 
-def slot_there(weight: str, rule: str, kind: str, saved: Iterable[str]) -> str:
+def saved_slot_name(
+    weight: str, rule: str, kind: str, saved: Iterable[str]
+) -> str:
     """What a checkpoint calls the slot of a weight that has a name there.
 
-    >>> slot_there("w", "Adam", "momentum", ["w", "training/Adam_1/w/m"])
+    >>> saved_slot_name("w", "Adam", "momentum", ["w", "training/Adam_1/w/m"])
     'training/Adam_1/w/m'
-    >>> slot_there("w", "Ftrl", "linear", ["w", "w/Ftrl", "w/Ftrl_1"])
+    >>> saved_slot_name("w", "Ftrl", "linear", ["w", "w/Ftrl", "w/Ftrl_1"])
     'w/Ftrl_1'
     """
     keras_2, tf_train = _SLOTS.get((rule, kind), ("", ""))
@@ -130,7 +132,7 @@ def read_estimator_checkpoint(model: keras.Model, path: str) -> list[str]:
     """
     saved = tf.train.load_checkpoint(path).get_variable_to_shape_map()
     variables = {
-        weight_there(name, saved): variable
+        saved_weight_name(name, saved): variable
         for name, variable in named_variables(model, optimizer=False).items()
         if not name.endswith(SEED_STATE_NAME)
     }

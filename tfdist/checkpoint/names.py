@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist._tf.private_checkpoints import PartitionedVariable, Saveable
-from tfdist._tf.private_keras import SEED_STATE_NAME, tell_apart
+from tfdist._tf.private_keras import SEED_STATE_NAME, make_paths_unique
 from tfdist.embeddings.index import unmixed
 from tfdist.embeddings.layer import copy_shard, logical_path, runs_of, shard_of
 from tfdist.training import optimizers, slots
@@ -54,7 +54,7 @@ def named_variables(
         ValueError: two variables have one name, or one that of the counter; a
             table in shards is of float16.
     """
-    tell_apart(model)
+    make_paths_unique(model)
     grouped: dict[str, list[keras.Variable]] = collections.defaultdict(list)
     metrics = {id(v) for v in model.metrics_variables}
     for variable in model.variables:

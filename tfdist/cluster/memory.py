@@ -39,7 +39,7 @@ def free_bytes(proc: str = "/proc", cgroup: str = "/sys/fs/cgroup") -> float:
     return free
 
 
-def tell_free_bytes() -> None:
+def publish_free_bytes() -> None:
     """Stores this host's name and free memory in this server's `ram://`."""
     storage.write_text(_FILE, f"{free_bytes()} {socket.gethostname()}")
 

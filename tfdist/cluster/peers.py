@@ -80,7 +80,7 @@ class Peers:
         if time.monotonic() - self._looked < _LOOK_SECS:
             return None
         self._looked = time.monotonic()
-        return private.ask_cluster(f"{self._prefix}leaving", _ASK_SECS)
+        return private.get_cluster_value(f"{self._prefix}leaving", _ASK_SECS)
 
     def announce(self, what: str, value: str = "") -> None:
         """Tells the other processes that this one has reached `what`."""
@@ -145,7 +145,7 @@ class Peers:
                 )
 
     def _write(self, key: str, value: str) -> None:
-        private.tell_cluster(self._prefix + key, value)
+        private.set_cluster_value(self._prefix + key, value)
 
     def _wait_for(
         self,
@@ -154,7 +154,7 @@ class Peers:
         secs: float = math.inf,
     ) -> str:
         def answer() -> str | None:
-            value = private.ask_cluster(self._prefix + key, _POLL_SECS)
+            value = private.get_cluster_value(self._prefix + key, _POLL_SECS)
             if value is None:
                 watch()
             return value

@@ -27,7 +27,7 @@ from tfdist._tf import storage
 from tfdist._tf.errors import summarize_error
 from tfdist._tf.tracing import traced
 from tfdist._tf.waiting import wait_for
-from tfdist.cluster.memory import tell_free_bytes
+from tfdist.cluster.memory import publish_free_bytes
 from tfdist.cluster.probing import SERVER_JOBS, TaskState, ask, probe
 from tfdist.cluster.spec import Cluster
 from tfdist.cluster.termination import Sigterm
@@ -35,7 +35,7 @@ from tfdist.cluster.termination import Sigterm
 _log = logging.getLogger(__name__)
 
 _CHIEF = "ram://tfdist/chief"
-_LET_GO = "ram://tfdist/let_go"
+_LET_GO = "ram://tfdist/dismiss_tasks"
 _SAID, _CONNECTED = "ram://tfdist/said", "."
 _POLL_SECS = 0.2
 _ROUND_SECS = 10.0
@@ -158,7 +158,7 @@ def _serve_until_done(
             sigterm.leave()
         if time.monotonic() >= next_round:
             next_round = time.monotonic() + _ROUND_SECS
-            tell_free_bytes()
+            publish_free_bytes()
             _trim_memory()  # Left by functions of earlier chiefs and sessions.
             before, chief_state = chief_state, probe(chief)
             if chief_state is not before:
@@ -255,14 +255,14 @@ def _write(task: str, name: str, text: str) -> None:
         tf.io.write_file(name, text)
 
 
-def let_go(tasks: Iterable[str]) -> None:
+def dismiss_tasks(tasks: Iterable[str]) -> None:
     """Tells tasks to end because the job continues without them."""
     for task in tasks:
         with contextlib.suppress(tf.errors.OpError):  # It is already gone.
             _write(task, _LET_GO, "")
 
 
-def take_in(cluster: Cluster, tasks: Iterable[str]) -> None:
+def admit_tasks(cluster: Cluster, tasks: Iterable[str]) -> None:
     """Records the connection at new workers, then `wait_until_connected`."""
     for task in tasks:
         _write(task, _SAID, _CONNECTED)
@@ -288,7 +288,7 @@ def _connected() -> set[str]:
     return {f"{device.job}:{device.task}" for device in parsed}
 
 
-def is_other(cluster: Cluster) -> bool:
+def connected_elsewhere(cluster: Cluster) -> bool:
     """Whether this process is connected to a different set of servers."""
     tasks = {t for t in _connected() if t.partition(":")[0] in SERVER_JOBS}
     return bool(tasks) and tasks != {*cluster.addresses(*SERVER_JOBS)}

@@ -43,7 +43,7 @@ def input_fns(
     `on_ps`, each pass distributes arrays to the workers again.
     """
     if on_ps and isinstance(data, _DATASETS):
-        raise made_here(data, name)
+        raise local_dataset_error(data, name)
     if isinstance(data, tf.data.Dataset):
         return lambda: data, lambda: data.repeat()
     if callable(data):
@@ -79,7 +79,7 @@ def input_fns(
     return once, endless if on_ps else lambda: endless(alone)
 
 
-def made_here(data: Any, name: str) -> ValueError:
+def local_dataset_error(data: Any, name: str) -> ValueError:
     """The error for a dataset passed to a job with parameter servers."""
     return ValueError(
         f"Argument `{name}` is a {type(data).__name__} in this process, which "

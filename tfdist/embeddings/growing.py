@@ -320,7 +320,9 @@ def _traced_once(function: Callable[..., Any]) -> Any:
     return traced(function, reduce_retracing=True, **options)
 
 
-def asked_for(ids: Found | Sequence[tf.Tensor], counts: tf.Tensor) -> Found:
+def requested_keys(
+    ids: Found | Sequence[tf.Tensor], counts: tf.Tensor
+) -> Found:
     """Keys of each of some shards that grow, so many as `counts` says."""
     if isinstance(ids, Found):
         return ids
@@ -334,13 +336,13 @@ def rows_at(
 ) -> tuple[tf.Tensor, Found | Sequence[tf.Tensor]]:
     """Rows of shards, by number or, if they grow, key; what updates need."""
     if isinstance(shards, GrowingShards):
-        found = shards.rows(asked_for(ids, counts))
+        found = shards.rows(requested_keys(ids, counts))
         return found.rows, found
     pairs = zip(shards, ids, strict=True)
     return tf.concat([tf.gather(s.value, i) for s, i in pairs], axis=0), ids
 
 
-def taking_turns(
+def serialized_updates(
     shards: Iterable[keras.Variable],
     update: Callable[[], None],
     after: Sequence[tf.Tensor],

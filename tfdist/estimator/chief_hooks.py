@@ -66,7 +66,7 @@ def chief_hooks(
         hooks[-1].warns = False  # `_LogStart` does.
     saver = saver_of(config.model_dir, hooks_of_user)
     if saver:
-        saver.tell_also(listeners)
+        saver.add_listeners(listeners)
     elif config.saves_checkpoints:
         saver = CheckpointSaverHook(
             config.model_dir,

@@ -35,7 +35,7 @@ from tfdist.estimator.building import (
 )
 from tfdist.estimator.chief_hooks import chief_hooks
 from tfdist.estimator.evaluator import Evaluator
-from tfdist.estimator.on_workers import OnWorkers
+from tfdist.estimator.on_workers import RemoteForward
 from tfdist.estimator.saved_models import ServingModelFn, export_saved_model
 from tfdist.estimator.specs import EvalSpec, ModelFn, RunConfig, TrainSpec
 from tfdist.estimator.warm_start import WarmStartHook, WarmStartSettings
@@ -312,12 +312,12 @@ class Estimator:
             for i in range(len(tf.nest.flatten(outputs)[0])):
                 yield tf.nest.map_structure(lambda a, i=i: a[i], outputs)
 
-    def _on_workers(self, path: str | None) -> OnWorkers | None:
+    def _on_workers(self, path: str | None) -> RemoteForward | None:
         """Connects to workers that compute with a checkpoint's weights."""
         config = self.config
         if config.strategy_name != "ps" or not config.cluster.is_chief:
             return None
-        return OnWorkers(self.model_fn, config, path, self._warm_start)
+        return RemoteForward(self.model_fn, config, path, self._warm_start)
 
     def _outputs(self, input_fn: InputFn, path: str | None) -> Iterator:
         """Yields the model's output for each batch, as arrays."""

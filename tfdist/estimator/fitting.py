@@ -180,7 +180,7 @@ def fit(
         if validation_data is not None:
             name = "validation_data"
             if on_ps and isinstance(validation_data, tf.data.Dataset):
-                raise fit_data.made_here(validation_data, name)
+                raise fit_data.local_dataset_error(validation_data, name)
             instead = "validation_steps"
             validation_steps = _limited(instead, validation_steps, most)
             eval_fn, _ = fit_data.input_fns(

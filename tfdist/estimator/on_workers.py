@@ -19,7 +19,7 @@ from tfdist.training.step import ModelStep
 from tfdist.training.workers import Workers
 
 
-class OnWorkers:
+class RemoteForward:
     """Connects to the cluster, which invalidates existing datasets.
 
     The servers hold the weights of checkpoint `path`, or of the warm start.

@@ -231,14 +231,14 @@ class _Checkpoint:
     def weight(self, name: str) -> str:
         """Returns the name of a weight in the checkpoint."""
         tf1 = self._is_of_tf1
-        return of_tf1.weight_there(name, self.names) if tf1 else name
+        return of_tf1.saved_weight_name(name, self.names) if tf1 else name
 
     def slot(
         self, weight: str, rules: Mapping[str, str], part: str, kind: str
     ) -> str:
         """Returns the name of a weight's slot in the checkpoint."""
         if self._is_of_tf1:
-            return of_tf1.slot_there(weight, rules[part], kind, self.names)
+            return of_tf1.saved_slot_name(weight, rules[part], kind, self.names)
         return f"{weight}/{part}/{kind}"
 
     def counter(self, name: str) -> str:

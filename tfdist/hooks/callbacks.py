@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from tfdist._tf.arguments import check_positive
-from tfdist._tf.private_keras import assigned, go_on_at
+from tfdist._tf.private_keras import assigned, resume_at
 from tfdist.hooks.callback_checks import (
     Callback,
     check_model,
@@ -196,7 +196,7 @@ class KerasCallbackHook(SessionRunHook):
             callback.set_model(model)
             check_writers(callback)
             if _saves_by_batches(callback):
-                go_on_at(callback, session.step, self._steps_per_epoch)
+                resume_at(callback, session.step, self._steps_per_epoch)
         self._step, self._epoch = session.step, -1
         epoch, done = divmod(session.step, self._steps_per_epoch)
         if not self._begun:
@@ -227,7 +227,7 @@ class KerasCallbackHook(SessionRunHook):
             # A callback may have evaluated the model; skipped on a cluster.
             if not run_context.session.num_workers:
                 run_context.session.model.reset_metrics()
-        elif isinstance(self._so_far, Logs) and self._so_far.go_on():
+        elif isinstance(self._so_far, Logs) and self._so_far.resume_metrics():
             self._check_epochs(run_context.session)
         if self.single_steps:
             self._call("on_train_batch_begin", batch, {})

@@ -32,11 +32,11 @@ USE_DEFAULT: Any = object()
 """Marks a cadence that was not given, since None means no checkpoints."""
 
 
-class Sparing(float):
+class AutomaticSecs(float):
     """Seconds between checkpoints, or more if saving takes over 1 % of time."""
 
 
-DEFAULT_SAVE_SECS = Sparing(60)
+DEFAULT_SAVE_SECS = AutomaticSecs(60)
 
 
 class CheckpointSaverHook(TimedHook):
@@ -106,7 +106,9 @@ class CheckpointSaverHook(TimedHook):
         self._begun: tuple[int, Future[str]] | None = None
         self.last_path: str | None = None
 
-    def tell_also(self, listeners: Sequence[CheckpointSaverListener]) -> None:
+    def add_listeners(
+        self, listeners: Sequence[CheckpointSaverListener]
+    ) -> None:
         """Adds listeners, replacing those of an earlier call."""
         self._listeners = [*self._own_listeners, *listeners]
 
@@ -235,7 +237,7 @@ class CheckpointSaverHook(TimedHook):
         self.last_path = written.result()
         is_first, self._saved_step = self._saved_step is None, step
         # The first save blocks and traces, so its cost is not representative.
-        if isinstance(self.save_secs, Sparing) and not is_first:
+        if isinstance(self.save_secs, AutomaticSecs) and not is_first:
             secs = max(self.save_secs, 100 * self._checkpoints.cost_secs)
             self._timer = SecondOrStepTimer(every_secs=secs)
             self._timer.update_last_triggered_step(step)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.launch.injector import Status, find_task, log_name
-from tfdist.launch.processes import how_it_ended
+from tfdist.launch.processes import describe_exit
 
 _CLOSE_SECS = 30.0
 
@@ -115,7 +115,7 @@ class Client:
             code = self.process.wait()
         if code:
             raise RuntimeError(
-                f"The supervising process ended with {how_it_ended(code)}. "
+                f"The supervising process ended with {describe_exit(code)}. "
                 f"It said: {self._said()}"
             )
         if self.is_temporary:

@@ -44,7 +44,7 @@ from collections.abc import Sequence
 from tfdist.launch import network, resize
 from tfdist.launch.forkserver import READY_SECS
 from tfdist.launch.options import parse_options
-from tfdist.launch.processes import Task, how_it_ended
+from tfdist.launch.processes import Task, describe_exit
 from tfdist.launch.supervisor import Supervisor, task_ids, wants_restart
 
 # Between SIGTERM, or the chief's end, and SIGKILL.
@@ -206,7 +206,7 @@ class Launcher(Supervisor):
         self._end_if_over()
 
     def _decide(self, task: Task, exit_code: int) -> None:
-        ended = f"{task.name}: {how_it_ended(exit_code)}"
+        ended = f"{task.name}: {describe_exit(exit_code)}"
         failed = wants_restart(task.job, exit_code)
         left = task in self._leaving
         self._leaving.discard(task)

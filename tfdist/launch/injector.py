@@ -21,7 +21,7 @@ from typing import TypeVar
 from tfdist.cluster.spec import Cluster
 from tfdist.launch import network, processes
 from tfdist.launch.faults import NotRunningError
-from tfdist.launch.processes import Task, how_it_ended, is_frozen
+from tfdist.launch.processes import Task, describe_exit, is_frozen
 from tfdist.launch.supervisor import Supervisor, wait_until, wants_restart
 
 T = TypeVar("T")
@@ -42,7 +42,7 @@ class Status:
             return "never started"
         if self.pid is not None:
             return f"pid {self.pid}" + (", frozen" * is_frozen(self.pid))
-        ended = how_it_ended(self.exit_codes[-1])
+        ended = describe_exit(self.exit_codes[-1])
         return ended if self.is_over else f"{ended}, to be started again"
 
 
@@ -167,7 +167,7 @@ class Injector(Supervisor):
         self._down_secs[name] = for_secs
         task.signal(signal.SIGKILL)
         wait_until(lambda: self.reap(task), f"{name} (pid {pid}) to die")
-        ended = how_it_ended(task.exit_codes[-1])
+        ended = describe_exit(task.exit_codes[-1])
         if ended != "SIGKILL":  # It ended before the signal arrived.
             raise NotRunningError(f"{name} has just ended by itself: {ended}.")
         return pid, ended

@@ -84,10 +84,10 @@ def name_process(name: str) -> None:
     _libc.prctl(_PR_SET_NAME, name.encode())
 
 
-def how_it_ended(exit_code: int) -> str:
+def describe_exit(exit_code: int) -> str:
     """Describes an exit code of `subprocess` in words.
 
-    >>> how_it_ended(3), how_it_ended(-9)
+    >>> describe_exit(3), describe_exit(-9)
     ('exit code 3', 'SIGKILL')
     """
     if exit_code >= 0:
@@ -260,7 +260,7 @@ class Task:
         """Returns a line with name, exit code or signal, restarts, seconds."""
         if not self.exit_codes:
             return f"{self.name:<12} never started"
-        ended = how_it_ended(self.exit_codes[-1])
+        ended = describe_exit(self.exit_codes[-1])
         if self._stopped:
             ended = f"ended by launcher ({ended})"
         seconds = self._ended_at - self._started_at

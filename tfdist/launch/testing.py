@@ -28,7 +28,7 @@ from tfdist.launch.faults import Fault as Fault
 from tfdist.launch.faults import Injection as Injection
 from tfdist.launch.faults import NotRunningError as NotRunningError
 from tfdist.launch.network import EXPOSED
-from tfdist.launch.processes import all_processes, how_it_ended
+from tfdist.launch.processes import all_processes, describe_exit
 from tfdist.launch.supervisor import PROOF_SECS, task_ids
 
 _log = logging.getLogger(__name__)
@@ -385,7 +385,7 @@ class LocalCluster:
 
             def ended() -> str | None:
                 codes = self._client.status_of(task).exit_codes[before:]
-                return how_it_ended(codes[0]) if codes else None
+                return describe_exit(codes[0]) if codes else None
 
             effect = self._wait(task, ended, f"the end of pid {pid}", limit)
         self.injections.append(Injection(kind, task, pid, *moment, effect))
@@ -405,7 +405,7 @@ class LocalCluster:
             status = self._client.status_of(task)
             found = condition()
             if found is None and status.is_over:
-                ended = how_it_ended(status.exit_codes[-1])
+                ended = describe_exit(status.exit_codes[-1])
                 raise RuntimeError(f"{task} ended ({ended}) without {what}.")
             return found
 

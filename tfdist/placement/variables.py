@@ -18,7 +18,11 @@ import tensorflow as tf
 
 from tfdist._tf.arguments import check_at_least, check_callable, check_type
 from tfdist._tf.private import UninitializedVariable
-from tfdist._tf.private_keras import VariableBeside, forget_rates, tell_apart
+from tfdist._tf.private_keras import (
+    VariableBeside,
+    forget_rates,
+    make_paths_unique,
+)
 
 # Keras reads some variables while it builds (seed states, learning rates). They
 # are tiny, so these, and only these, get memory while a model is described.
@@ -266,7 +270,7 @@ def _build(model_fn: Callable[[], keras.Model]) -> keras.Model:
             "variables are unknown. Begin with `keras.Input(...)` or call the "
             f"model on one. Received: {model!r}."
         )
-    tell_apart(model)
+    make_paths_unique(model)
     return model
 
 

@@ -95,7 +95,7 @@ class MonitoredTrainingSession(RecoverableSession):
         chief_only_hooks: Called before them, on the chief; must set nothing.
         save_checkpoint_secs: Seconds between checkpoints. Default: 60, or more
             if saving would take over 1 % of the time (see
-            `tfdist.hooks.saving_hooks.Sparing`), unless
+            `tfdist.hooks.saving_hooks.AutomaticSecs`), unless
             `save_checkpoint_steps` is given. None or 0 for both: none.
         save_checkpoint_steps: Steps between checkpoints.
         save_summaries_secs: Seconds between summaries.
@@ -391,7 +391,7 @@ class MonitoredTrainingSession(RecoverableSession):
             self._health.look()
             gone = {*self._cluster.addresses()} - {*cluster.addresses()}
             gone -= {*self._health.missing("worker", 0)}  # No call may hang.
-            servers.let_go(gone - {*self._health.missing("ps", 0)})
+            servers.dismiss_tasks(gone - {*self._health.missing("ps", 0)})
         recovery.restart_process(change)
 
     def _run_steps(self, first_step: int, told: int | None) -> dict[str, float]:

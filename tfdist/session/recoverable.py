@@ -234,7 +234,7 @@ class RecoverableSession:
         if self._keeps and self._failures.count and action.name == "RAISE":
             action = RecoveryAction.REBUILD  # Keeps nothing this time.
         step = getattr(error, "saved_step", self.step)
-        users = not lost and self._failures.is_the_users(error, step)
+        users = not lost and self._failures.is_user_error(error, step)
         summary = summarize_error(error)
         if action is RecoveryAction.RAISE or users:
             if not str(error).startswith(summary):  # Some are pages long.
@@ -336,7 +336,7 @@ class RecoverableSession:
             probing.wait_until_up(cluster.with_first(worker=1), secs, give_up)
             self._size.size = self._size.there()
             self._cluster = cluster = self._size.now
-            if servers.is_other(cluster):
+            if servers.connected_elsewhere(cluster):
                 restart_process(f"The cluster is now {cluster.shape}")
         probing.wait_until_up(cluster, secs, give_up)
         if self._ending and not self._ending.has_ended():

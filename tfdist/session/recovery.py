@@ -128,7 +128,7 @@ class Failures:
             self._first_at = time.monotonic()
         self.count += 1
 
-    def is_the_users(self, error: Exception, step: int) -> bool:
+    def is_user_error(self, error: Exception, step: int) -> bool:
         """Whether a hook has raised the same error at one step too often."""
         if not getattr(error, "in_hook", False):
             return False

@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from tfdist._tf import private_keras
-from tfdist._tf.private import seen_alone
+from tfdist._tf.private import single_replica_view
 from tfdist.embeddings import lookups
 from tfdist.training.exchange import Parameters, answers
 from tfdist.training.forward import TapedScope
@@ -163,7 +163,7 @@ def checked_model(
             "no method `call`, to build it with. Start it with `keras.Input"
             "(...)`, or call it on a batch in the model function."
         )
-    private_keras.tell_apart(model)
+    private_keras.make_paths_unique(model)
     private_keras.read_statistics(model)
     return model
 
@@ -224,10 +224,10 @@ def _build(model: keras.Model, element_spec: Any, targets: bool) -> None:
                 loss_of(model, batch, y_pred, training)
 
     try:
-        look_at(run, element_spec)
+        trace_on_spec(run, element_spec)
     except AttributeError:
         # A loss may need gradients of variables, which have handles by now.
-        look_at(run, element_spec)
+        trace_on_spec(run, element_spec)
     except Exception as error:
         if not own_step:
             raise
@@ -240,7 +240,7 @@ def _build(model: keras.Model, element_spec: Any, targets: bool) -> None:
             ) from error
 
 
-def look_at(run: Callable[[Any], Any], element_spec: Any) -> None:
+def trace_on_spec(run: Callable[[Any], Any], element_spec: Any) -> None:
     """Traces `run` on a batch, so that it creates its variables.
 
     Nothing is executed; variables get their values when tracing is complete.
@@ -371,9 +371,9 @@ def compiled_computation(
             reason,
         )
     if waits:
-        private_keras.keep_losses_apart(model)
+        private_keras.keep_losses_per_thread(model)
         # A function must not wait for the other replicas of this process.
-        return seen_alone()(computation)
+        return single_replica_view()(computation)
     compiles = (model.jit_compile and not reason) or None
     traced = tf.function(computation, autograph=False, jit_compile=compiles)
 

@@ -179,7 +179,7 @@ class CoordinatedLoop(Loop):
         another pass. With other data, such as `one_pass`, workers keep theirs.
         """
         number, coordinator = cluster.num_workers, self._workers.coordinator
-        with private_workers.unchanging(coordinator) as free:
+        with private_workers.locked_workers(coordinator) as free:
             if not free:
                 return False
             # Before workers leave whose iterators are freed here.

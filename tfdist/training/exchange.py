@@ -24,7 +24,11 @@ import tensorflow as tf
 
 from tfdist._tf.private import accessed
 from tfdist.embeddings import lookups
-from tfdist.embeddings.growing import asked_for, rows_at, taking_turns
+from tfdist.embeddings.growing import (
+    requested_keys,
+    rows_at,
+    serialized_updates,
+)
 from tfdist.embeddings.routing import Group, Route, stacked
 from tfdist.training import optimizers
 from tfdist.training.fence import Fence
@@ -237,7 +241,7 @@ def push(
                 apply, *(layout, server, sent[:num], sent[num:], updates, asked)
             )
             shards = itertools.chain(*server.shards.values())
-            taking_turns(shards, update, after=sent)
+            serialized_updates(shards, update, after=sent)
     return arrived, requests
 
 
@@ -323,7 +327,7 @@ def apply(
     for (g, shards), rows in zip(server.trained.items(), sent, strict=True):
         own, (ids, counts) = found[layout.groups[g].part], asked[g]
         if growing := server.growing.get(g):
-            own.append((growing, rows, asked_for(ids, counts)))
+            own.append((growing, rows, requested_keys(ids, counts)))
         else:
             gradients = tf.split(rows, counts, num=len(shards))
             own += zip(shards, gradients, ids, strict=True)

@@ -35,7 +35,7 @@ class KerasStep:
     same way (with the `jit_compile` of `compile`) and updates weights,
     optimizers, metrics and random seeds in place. Logs are those of the last
     step; metrics cover all steps since the last reset, which happens before
-    each run of steps that does not `go_on` and before each evaluation.
+    each run of steps that does not `resume_metrics` and before each evaluation.
 
     Args:
         model: A compiled `keras.Model` whose layers are built.
@@ -146,12 +146,12 @@ class KerasStep:
     def shown(self, packed: np.ndarray) -> Iterator[None]:
         """A context in which metrics are as before the last `reset`."""
         try:
-            self.go_on(packed)
+            self.resume_metrics(packed)
             yield
         finally:
             self.model.reset_metrics()
 
-    def go_on(self, packed: np.ndarray) -> bool:
+    def resume_metrics(self, packed: np.ndarray) -> bool:
         """Undoes the last `reset`; returns whether any metric had a state."""
         for variable, value in self._before:
             variable.assign(value)

@@ -400,9 +400,9 @@ class Logs(dict[str, float]):
         """A context in which the model's metrics have these steps' states."""
         return self._step.shown(self._total)
 
-    def go_on(self) -> bool:
+    def resume_metrics(self) -> bool:
         """Continues metrics that are not sums; returns whether any exist."""
-        return self._step.go_on(self._total)
+        return self._step.resume_metrics(self._total)
 
 
 def metrics_from_states(total: Any, step: Step) -> Logs:

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfdist._tf import private_keras
 from tfdist.embeddings import lookups
-from tfdist.training.compiled_model import forward_pass, look_at
+from tfdist.training.compiled_model import forward_pass, trace_on_spec
 from tfdist.training.forward import Forward, TapedScope, Values
 from tfdist.training.replicas import mean_to_sum
 
@@ -31,7 +31,7 @@ def build_metrics(model: keras.Model, element_spec: Any) -> None:
         with lookups.answered_by(lookups.Zeros()):
             forward_pass(model, batch, False)
 
-    look_at(run, element_spec)
+    trace_on_spec(run, element_spec)
     model.reset_metrics()
     names: list[str] = []
     for metric in model.metrics:
@@ -53,7 +53,7 @@ def loss_tracker(model: keras.Model) -> keras.metrics.Mean | None:
     return tracker if any(m is tracker for m in model.metrics) else None
 
 
-def no_sums(
+def non_additive(
     model: keras.Model,
     variables: Sequence[keras.Variable],
     forwards: Sequence[Forward],
@@ -224,7 +224,7 @@ class MetricStates:
         """Resets the states that are kept in metric variables."""
         self._assign(self._start)
 
-    def go_on(self, packed: np.ndarray) -> bool:
+    def resume_metrics(self, packed: np.ndarray) -> bool:
         """Restores kept states from packed ones; returns whether any exist."""
         if any(self._stays):
             self._assign(self._unpacked(packed)[2:])

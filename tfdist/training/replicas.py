@@ -84,7 +84,7 @@ class Replicas:
         paddings = [[0, is_last], *[[0, 0]] * (tensor.shape.rank - 1)]
         return _context().all_gather(tf.pad(tensor, paddings), axis=0)[:-1]
 
-    def unless_empty(
+    def keep_if_empty(
         self, after: Sequence[tf.Tensor], before: Sequence[tf.Tensor]
     ) -> list[tf.Tensor]:
         """Returns tensors `after` a step, or `before` it if it was skipped."""

@@ -115,5 +115,5 @@ class ReplicatedLoop(LocalLoop):
         states = self._step.zero_states()
         for i, batch in enumerate(batches):
             after = self._step.train(batch, first_step + i, states)
-            states = self._replicas.unless_empty(after, states)
+            states = self._replicas.keep_if_empty(after, states)
         return self._replicas.sum(states)

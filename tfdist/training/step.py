@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfdist._tf.private import seen_alone
+from tfdist._tf.private import single_replica_view
 from tfdist._tf.private_checkpoints import Saveable
 from tfdist.data import input_fns
 from tfdist.embeddings import lookups
@@ -31,7 +31,7 @@ from tfdist.training.metrics import (
     MetricStates,
     States,
     build_metrics,
-    no_sums,
+    non_additive,
     num_examples,
 )
 from tfdist.training.own_step import OwnStep, with_others
@@ -43,7 +43,7 @@ from tfdist.training.updates import Update, UpdatesAtOnce, unscaled
 Batch = Any
 
 
-class Begun(NamedTuple):
+class StartedStep(NamedTuple):
     """A step that has its batch and possibly its parameters."""
 
     batch: Batch
@@ -132,7 +132,7 @@ class ModelStep(MetricStates):
         if own_results:
             what = f"`{method}` of {type(model).__name__}"
         if metrics:
-            kept = no_sums(model, metric_variables, forwards, self._many)
+            kept = non_additive(model, metric_variables, forwards, self._many)
         super().__init__(
             model,
             metric_variables,
@@ -221,7 +221,7 @@ class ModelStep(MetricStates):
         batch: Batch,
         step: tf.Tensor,
         contribution: Contribution | None = None,
-    ) -> Begun:
+    ) -> StartedStep:
         """Prepares a step that has not read anything yet; see `train`."""
         forward = self._passes.forward(TRAINING, batch)
         # No two replicas or workers draw the same random numbers.
@@ -230,9 +230,9 @@ class ModelStep(MetricStates):
         seeds = step_seeds(self._seeds, step, *own)
         calls = forward.calls(batch, seeds, self._replicas)
         found = exchange.looked_up(self._layout, calls)
-        return Begun(batch, step, seeds, found)
+        return StartedStep(batch, step, seeds, found)
 
-    def read(self, begun: Begun) -> Begun:
+    def read(self, begun: StartedStep) -> StartedStep:
         """Reads the parameters of a step unless it already has them."""
         if begun.read:
             return begun
@@ -243,12 +243,12 @@ class ModelStep(MetricStates):
 
     def end(
         self,
-        begun: Begun,
+        begun: StartedStep,
         states: States,
         fence: Fence | None = None,
         contribution: Contribution | None = None,
-        following: Iterable[Begun] = (),
-    ) -> tuple[States, Begun | None]:
+        following: Iterable[StartedStep] = (),
+    ) -> tuple[States, StartedStep | None]:
         """Completes a step; see `train`.
 
         The ids that the next step of `following` looks up are sent along with
@@ -298,7 +298,7 @@ class ModelStep(MetricStates):
             # Keras looks for regularized variables only in the scope.
             scope.state_mapping[id(variable)] = variable.value
         size = num_examples(batch)
-        with scope, seen_alone():
+        with scope, single_replica_view():
             self._own.logs(batch, self._at_once.of_share(size))
         self._at_once.end_step(self._deltas(scope, before), size)
         return self._after(scope, states, tf.zeros([]), batch)

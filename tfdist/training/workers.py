@@ -31,10 +31,10 @@ class Workers:
     def __init__(
         self, strategy: tf.distribute.ParameterServerStrategy, num_workers: int
     ) -> None:
-        tf.get_logger().addFilter(_is_news)
+        tf.get_logger().addFilter(_is_not_repeated)
         coordinators = tf.distribute.coordinator
         self.coordinator = coordinators.ClusterCoordinator(strategy)
-        private.raise_at_once(self.coordinator)
+        private.raise_immediately(self.coordinator)
         self.num_workers = num_workers
         self._threads: set[threading.Thread] = set()
 
@@ -107,25 +107,25 @@ class Workers:
     def resize(self, cluster: Cluster) -> None:
         """Changes the pool to the workers of `cluster`; tells others to end.
 
-        Call this inside `private_workers.unchanging`, when all workers are up
-        and no call is running.
+        Call this inside `private_workers.locked_workers`, when all workers are
+        up and no call is running.
         """
         before, after = self.num_workers, cluster.num_workers
-        servers.let_go(f"worker:{i}" for i in range(after, before))
+        servers.dismiss_tasks(f"worker:{i}" for i in range(after, before))
         workers = cluster.tasks["worker"]
         with fail_fast():
             private_workers.connect_workers(self.coordinator, workers)
         self.num_workers = after
         private_workers.renew_tables(self.coordinator)
         if new := [f"worker:{i}" for i in range(before, after)]:
-            servers.take_in(cluster, new)
+            servers.admit_tasks(cluster, new)
 
     def close(self) -> None:
         """Ends the threads."""
         private.stop_coordinator(self.coordinator)
 
 
-def _is_news(record: logging.LogRecord) -> bool:
+def _is_not_repeated(record: logging.LogRecord) -> bool:
     """Whether a record of TensorFlow's log is not reported elsewhere.
 
     For each dispatch the coordinator logs a lost task's error with its
