@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 import tensorflow as tf
 
+from tests.recovery_job import HURRY
 from tfdist.checkpoint import checkpoints
 from tfdist.launch.testing import LocalCluster
 
-# Faults at times of their own, which a busy machine would shift.
-pytestmark = pytest.mark.alone
+# The alone: faults at times of their own, which a busy machine would shift.
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 TASKS = ("chief:0", "worker:0", "worker:1")
@@ -69,7 +70,7 @@ def directory(tmp_path_factory):
     return tmp_path_factory.mktemp("all_reduce")
 
 
-@pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("task", "harm", "own_batches"),
     [
@@ -105,7 +106,7 @@ def test_ends_as_if_undisturbed(directory, tmp_path, own_batches, task, harm):
     assert checkpoints.step_of(path) == STEPS
 
 
-@pytest.mark.slow
+@pytest.mark.alone
 def test_one_that_dies_while_the_chief_saves(directory, tmp_path):
     """No collective fails: the chief waits for what each process has read."""
     wanted = undisturbed(directory / "own-True", own_batches=True)
@@ -120,7 +121,7 @@ def test_one_that_dies_while_the_chief_saves(directory, tmp_path):
         assert re.search(failed, job.output("chief:0"))
 
 
-@pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize("task", ["chief:0", "worker:1"])
 def test_one_that_is_told_to_end(directory, tmp_path, task):
     """All save and begin anew: not a step is made twice."""
@@ -131,6 +132,7 @@ def test_one_that_is_told_to_end(directory, tmp_path, task):
     ) as job:
         job.wait_until_step(10, timeout_secs=DEADLINE_SECS)
         assert job.terminate(task).effect == "exit code 143"
+        (tmp_path / "model" / HURRY).touch()
         assert job.wait(timeout_secs=DEADLINE_SECS) == 0
         wait_until_gone(job, TASKS)
         assert digests(job) == wanted
@@ -145,7 +147,6 @@ def test_one_that_is_told_to_end(directory, tmp_path, task):
     assert continued == saved[1:2]
 
 
-@pytest.mark.slow
 def test_another_program_is_named(tmp_path):
     with start(tmp_path / "model", "--stranger=worker:1") as job:
         wait_until_gone(job, TASKS)
@@ -160,7 +161,7 @@ def test_another_program_is_named(tmp_path):
         assert re.search(expected, job.output("chief:0"))
 
 
-@pytest.mark.slow
+@pytest.mark.alone  # Within a minute.
 def test_a_checkpoint_of_another_model_ends_every_process(tmp_path):
     variables = {"another/kernel": tf.Variable([1.0])}
     checkpoints.Checkpoints(str(tmp_path / "model"), variables).save(3)
@@ -174,7 +175,6 @@ def test_a_checkpoint_of_another_model_ends_every_process(tmp_path):
             assert re.search(message, job.output(task), re.MULTILINE)
 
 
-@pytest.mark.slow
 def test_an_input_that_shards_twice_is_named(tmp_path):
     with start(tmp_path / "model", "--shards_itself", "--max_steps=5") as job:
         assert job.wait(timeout_secs=DEADLINE_SECS) == 0
@@ -185,7 +185,7 @@ def test_an_input_that_shards_twice_is_named(tmp_path):
         ) in job.output("chief:0")
 
 
-@pytest.mark.slow
+@pytest.mark.alone
 def test_missing_process_is_named(tmp_path):
     flags = ["--wait_secs=8"]
     with start(tmp_path / "model", *flags, absent=["worker:1"]) as job:

@@ -25,9 +25,6 @@ from tfdist.data.data_service import one_pass, serve
 from tfdist.launch import network
 from tfdist.training import replicas
 
-# Faults at times of their own, which a busy machine would shift.
-pytestmark = pytest.mark.alone
-
 ROOT = Path(__file__).parents[2]
 DEADLINE_SECS = 180
 BATCH, BLOCK = 4, 20  # Of one_pass_job.py.
@@ -214,6 +211,7 @@ class Launched:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_every_example_once(tmp_path):
     launcher = ["--ps=1", "--workers=3", "--data_workers=2"]
     flags = ["--examples=800", "--epochs=2", "--pace_secs=0.03"]
@@ -227,6 +225,7 @@ def test_every_example_once(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_what_a_death_costs(tmp_path):
     launcher = ["--ps=1", "--workers=3", "--data_workers=2"]
     deaths = {"worker:2": 20, "data_worker:1": 160, "dispatcher:0": 300}
@@ -257,7 +256,12 @@ def test_what_a_death_costs(tmp_path):
     [
         # Fifty batches are worker 1's; there are fifteen others, whose share
         # of each is chance.
-        (["--workers=2", "--data_workers=1"], ["--tail=200"], 50 - 15),
+        pytest.param(
+            ["--workers=2", "--data_workers=1"],
+            ["--tail=200"],
+            50 - 15,
+            marks=pytest.mark.alone,
+        ),
         ([], ["--replicas=2"], 1),
     ],
 )

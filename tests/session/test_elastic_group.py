@@ -8,12 +8,13 @@ import tensorflow as tf
 
 from tests.cluster.test_all_reduce import start, wait_until_gone
 from tests.cluster.test_size import ask_for
+from tests.recovery_job import HURRY
 from tests.session.test_elastic import Resizable
 from tests.session.test_recovery import tensors
 from tfdist.checkpoint import checkpoints
 from tfdist.launch.testing import assert_nothing_left
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = pytest.mark.slow
 
 STEPS = 300
 PLAIN = [f"--max_steps={STEPS}", "--plain"]
@@ -54,6 +55,7 @@ def weights(model_dir):
     return tensors(path)
 
 
+@pytest.mark.alone
 def test_2_to_3_to_2_processes(tmp_path, undisturbed):
     """Each example once in each step, whoever computes it."""
     launcher = ["--workers=1:2"]
@@ -78,6 +80,7 @@ def test_2_to_3_to_2_processes(tmp_path, undisturbed):
     assert digests["chief:0"] == digests["worker:0"]
 
 
+@pytest.mark.alone
 def test_one_that_is_gone_for_good(tmp_path, undisturbed):
     """The others go on, from the last checkpoint; later it is back."""
     launcher = ["--workers=1:2", "--max_restarts=0", "--last_call_timeout=3"]
@@ -97,6 +100,7 @@ def test_one_that_is_gone_for_good(tmp_path, undisturbed):
     assert digests["chief:0"] == digests["worker:1"]
 
 
+@pytest.mark.alone
 def test_what_would_change_the_global_batch(tmp_path):
     """48 examples for 2, 3 or 4 processes, and not for 5."""
     launcher = ["--workers=1:4"]
@@ -125,6 +129,7 @@ def test_batches_of_one_size_are_refused(tmp_path):
         job.wait_for("ValueError: A group that changes its size keeps the gl")
 
 
+@pytest.mark.alone
 def test_by_the_file_elsewhere(tmp_path):
     model_dir = tmp_path / "model"
     ask_for(model_dir, 1)
@@ -139,6 +144,7 @@ def test_by_the_file_elsewhere(tmp_path):
         )
         ask_for(model_dir, 1)
         wait_until_gone(job, ["worker:1"])
+        (model_dir / HURRY).touch()
         assert job.exit_codes()["worker:1"] == [0]
         assert job.wait(timeout_secs=240) == 0
     path = tf.train.latest_checkpoint(model_dir)

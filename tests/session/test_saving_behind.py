@@ -3,6 +3,7 @@
 Real processes, real signals.
 """
 
+import functools
 import os
 import re
 import signal
@@ -48,6 +49,12 @@ def start(tmp_path, *flags):
     )
 
 
+@pytest.fixture(scope="module")
+def alone_dir(tmp_path_factory):
+    return tmp_path_factory.mktemp("alone")
+
+
+@functools.cache
 def replayed(model_dir, steps):
     """What one process has saved, without a fault, at each of some steps."""
     flags = f"--save_at={[*steps]}", f"--max_steps={max(steps)}"
@@ -57,7 +64,7 @@ def replayed(model_dir, steps):
     return {step: tensors(f"{model_dir}/model.ckpt-{step}") for step in steps}
 
 
-def assert_are_of_their_steps(model_dir, tmp_path, ahead=0, since=MAX_STEPS):
+def assert_are_of_their_steps(model_dir, alone_dir, ahead=0, since=MAX_STEPS):
     """Every checkpoint has the values of its step, bit by bit.
 
     From step `since` on a number may be of so many steps `ahead`.
@@ -67,7 +74,7 @@ def assert_are_of_their_steps(model_dir, tmp_path, ahead=0, since=MAX_STEPS):
         for path in checkpoints.listed(str(model_dir))
     }
     steps = {s + more for s in saved for more in range(1 + ahead)}
-    expected = replayed(tmp_path / "one", sorted(steps))
+    expected = replayed(alone_dir, tuple(sorted(steps)))
     for step, values in saved.items():
         assert values.keys() == expected[step].keys()
         for name, value in values.items():
@@ -111,7 +118,7 @@ def kill_in_mid_write(job, model_dir, task):
 
 
 @pytest.mark.parametrize("tasks", [(), ("ps:0", CHIEF)], ids=["well", "killed"])
-def test_each_is_of_its_step(tmp_path, tasks):
+def test_each_is_of_its_step(tmp_path, alone_dir, tasks):
     model_dir, lost = tmp_path / "model", []
     flags = f"--max_steps={MAX_STEPS}", f"--save_steps={SAVE_STEPS}"
     with start(tmp_path, *flags) as job:
@@ -127,7 +134,7 @@ def test_each_is_of_its_step(tmp_path, tasks):
     assert max(steps_while_writing(output)) > 0
     assert steps_while_writing(output)[-1] == 0  # The last is waited for.
     assert last_saved(output) == MAX_STEPS
-    steps = assert_are_of_their_steps(model_dir, tmp_path)
+    steps = assert_are_of_their_steps(model_dir, alone_dir)
     assert steps == [*range(0, MAX_STEPS + 1, SAVE_STEPS)]
     assert not list(model_dir.glob("*_temp*"))
 
@@ -153,6 +160,8 @@ def test_killed_at_random_moments(tmp_path):
         os.kill(job.pid(CHIEF), signal.SIGTERM)
         assert wait_for_exit(job, CHIEF) == 143
     print("steps lost:", lost)
-    steps = assert_are_of_their_steps(model_dir, tmp_path, ahead=1, since=step)
+    steps = assert_are_of_their_steps(
+        model_dir, tmp_path / "one", ahead=1, since=step
+    )
     assert steps[-1] > step
     assert max(lost) < 400
