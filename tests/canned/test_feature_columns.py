@@ -259,7 +259,7 @@ def test_numeric_column_that_gets_a_sparse_tensor():
 def test_numeric_column_that_gets_strings():
     column = fc.numeric_column("f")
     for feature in (tf.constant(["1"]), tf.sparse.from_dense([["1"]])):
-        with pytest.raises(ValueError, match="'f' takes numbers"):
+        with pytest.raises(ValueError, match="'f' must have numbers"):
             dense(column, f=feature)
 
 

@@ -164,7 +164,7 @@ def test_probabilities_are_labels_of_two_classes():
         (class_head(), tf.constant(["a"]), "must be strings if"),
         (class_head(2, ["a", "b"]), tf.constant([1]), "must be strings if"),
         (class_head(3), tf.constant([1.0]), "must be integers"),
-        (class_head(), None, "Received features alone"),
+        (class_head(), None, "Received: only features"),
         (regression_head(2), tf.zeros([3]), r"\(batch, 2\)\. Received: \(3,\)"),
         (regression_head(), tf.zeros([3, 2]), r"\(batch, 1\) or \(batch,\)"),
         (regression_head(), tf.sparse.from_dense([[1.0]]), "must be a dense"),

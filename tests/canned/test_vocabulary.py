@@ -20,5 +20,5 @@ def test_large_vocabulary():
 
 @pytest.mark.parametrize("words", [[], ["a", "b", "a"]])
 def test_bad_vocabulary(words):
-    with pytest.raises(ValueError, match="none of them twice"):
+    with pytest.raises(ValueError, match="must be a list of distinct words"):
         Vocabulary(words)

@@ -364,9 +364,12 @@ def test_tfjob(capsys):
     ("flags", "message"),
     [
         (["--ps=1"], "Argument `ps` needs `workers`"),
-        (["--name=Clicks"], "must be at most 40 small letters"),
-        ([f"--name={'a' * 41}"], "must be at most 40 small letters"),
-        (["--namespace=A b"], "`namespace` must be at most 63 small letters"),
+        (["--name=Clicks"], "must be at most 40 lowercase letters"),
+        ([f"--name={'a' * 41}"], "must be at most 40 lowercase letters"),
+        (
+            ["--namespace=A b"],
+            "`namespace` must be at most 63 lowercase letters",
+        ),
         (["--image="], "Argument `image` must name the container image"),
         (["--workers=-1"], "must be an integer from 0 to 1000"),
         (["--kind=job"], "invalid choice: 'job'"),
@@ -374,7 +377,7 @@ def test_tfjob(capsys):
             ["--workers=1", "--ps=1", "--gpus=2"],
             "must be at most 1 with `ps`, where a worker computes on one GPU",
         ),
-        (["--egress=10.0.0.1"], "`egress` must be like 10.0.0.0/8:443"),
+        (["--egress=10.0.0.1"], "`egress` must have the form 10.0.0.0/8:443"),
     ],
 )
 def test_bad_input(capsys, flags, message):

@@ -565,7 +565,7 @@ BAD = {
     ),
     "an image for packages, and no packages": (
         ["--executor_image=python:3.11"],
-        "install them in, and `image` needs none",
+        "install them in; omit it with `image`",
     ),
     "a prebuilt image": (
         [
@@ -573,7 +573,7 @@ BAD = {
             "--executor_image=us-docker.pkg.dev/vertex-ai/training/"
             "tf-gpu.2-17.py310:latest",
         ],
-        "tfdist needs Python 3.11, and the prebuilt images end at 3.10",
+        "tfdist needs Python 3.11 or later, but the newest prebuilt image",
     ),
     "spot with a TPU pod": (
         ["--machine=cloud-tpu", "--accelerator=TPU_V2:32", "--spot"],
@@ -593,12 +593,12 @@ BAD = {
     ),
     "several GPUs for a worker of parameter servers": (
         [*WORKERS, "--accelerator=NVIDIA_TESLA_T4:2"],
-        "workerPoolSpecs[1] has several GPUs on each machine, and on "
-        "parameter servers a worker computes on one",
+        "workerPoolSpecs[1] has several GPUs on each machine, but with "
+        "parameter servers a worker uses only one",
     ),
     "several GPUs for an evaluator": (
         ["--evaluator", "--evaluator_accelerator=NVIDIA_TESLA_T4:2"],
-        "workerPoolSpecs[3] has several GPUs: an evaluator uses one",
+        "workerPoolSpecs[3] has several GPUs; an evaluator uses only one",
     ),
     "spot and a queue": (
         ["--spot", "--flex_start"],
@@ -606,11 +606,11 @@ BAD = {
     ),
     "a longest wait without a queue": (
         ["--max_wait=1h"],
-        "(--max_wait) counts only with the strategy FLEX_START",
+        "(--max_wait) requires the strategy FLEX_START",
     ),
     "a reservation of a job with a gap": (
         ["--evaluator", "--reservation=any"],
-        "gcloud takes such jobs only as flags",
+        "gcloud accepts this only in flags",
     ),
     "a variable of the service": (
         ["--env=TF_CONFIG={}"],
@@ -618,19 +618,18 @@ BAD = {
     ),
     "a variable without value": (["--env=A"], "must be NAME=VALUE"),
     "a number of workers": (["--workers=-1"], "an integer from 0 to 1000"),
-    "a timeout without unit": (["--timeout=90"], "must be like 90m"),
+    "a timeout without unit": (["--timeout=90"], "must have the form 90m"),
     "an unknown flag": (["--worker=1"], "unrecognized arguments: --worker=1"),
-    "a metric alone": (["--metric=auc"], "--metric and --parameter belong"),
+    "a metric alone": (["--metric=auc"], "--metric and --parameter must"),
     "how to tune, and nothing to tune": (
         ["--max_trials=3", "--goal=minimize", "--stopping=median"],
-        "--goal counts only with --metric.\n"
-        "--max_trials counts only with --metric.\n"
-        "--stopping counts only with --metric.",
+        "--goal requires --metric.\n"
+        "--max_trials requires --metric.\n"
+        "--stopping requires --metric.",
     ),
     "how to search, and nothing to tune": (
         ["--parallel_trials=3", "--algorithm=random"],
-        "--parallel_trials counts only with --metric.\n"
-        "--algorithm counts only with --metric.",
+        "--parallel_trials requires --metric.\n--algorithm requires --metric.",
     ),
     "machines of roles that the job lacks": (
         [
@@ -638,11 +637,11 @@ BAD = {
             *["--evaluator_machine=a", "--evaluator_accelerator=TPU_V3:8"],
             "--reduction_machine=a",
         ],
-        "--chief_machine counts only with --ps.\n"
-        "--ps_machine counts only with --ps.\n"
-        "--evaluator_machine counts only with --evaluator.\n"
-        "--evaluator_accelerator counts only with --evaluator.\n"
-        "--reduction_machine counts only with --reduction_servers.",
+        "--chief_machine requires --ps.\n"
+        "--ps_machine requires --ps.\n"
+        "--evaluator_machine requires --evaluator.\n"
+        "--evaluator_accelerator requires --evaluator.\n"
+        "--reduction_machine requires --reduction_servers.",
     ),
     "a bad parameter": (
         ["--metric=auc", "--parameter=a=double:1"],
@@ -650,15 +649,15 @@ BAD = {
     ),
     "a tuned flag that is given": (
         [*TUNING, "--", "--learning_rate=0.1"],
-        "learning_rate is tuned: it must not be among the args as well",
+        "learning_rate is tuned. Remove it from the args",
     ),
     "a tuned flag with a bad name": (
         ["--metric=auc", "--parameter=learning-rate=int:1:2"],
-        "'learning-rate' must be called as a flag of the trainer",
+        "'learning-rate' must have the name of a trainer flag",
     ),
     "variables of a job with a gap": (
         ["--evaluator", "--env=A=b"],
-        "gcloud takes such jobs only as flags",
+        "gcloud accepts this only in flags",
     ),
 }
 
@@ -714,7 +713,7 @@ POOLS = "workerPoolSpecs"
 HAND_WRITTEN = {
     "snake case": (
         change(["base_output_directory"], {}),
-        "base_output_directory is unknown here; baseOutputDirectory is meant",
+        "base_output_directory is unknown. Use baseOutputDirectory",
     ),
     "a typo": (
         change(["scheduling"], {"time": "1s"}),
@@ -736,17 +735,17 @@ HAND_WRITTEN = {
     ),
     "two evaluators": (
         change([POOLS, 3, "replicaCount"], 2),
-        "the evaluator: there can be only one",
+        "the evaluator: use one replica at most",
     ),
     "ps without workers": (
         change([POOLS, 1], {}),
-        "workerPoolSpecs[2] is there, and no workers",
+        "workerPoolSpecs[2] requires workers in workerPoolSpecs[1]",
     ),
     "no chief": (
         change([POOLS, 0], {}),
-        "must be a list of pools, the chief's",
+        "must be a list of pools, with the chief's first",
     ),
-    "no pools": ({}, "must be a list of pools, the chief's"),
+    "no pools": ({}, "must be a list of pools, with the chief's first"),
     "image and package": (
         change([POOLS, 0, "pythonPackageSpec"], {"pythonModule": "a.b"}),
         'should not have multiple "task" oneof fields',
@@ -770,7 +769,7 @@ HAND_WRITTEN = {
     ),
     "a field of a trial": (
         {"studySpec": {}, "trialJobSpec": {"worker_pool_specs": []}},
-        "trialJobSpec.worker_pool_specs is unknown here; workerPoolSpecs is",
+        "trialJobSpec.worker_pool_specs is unknown. Use workerPoolSpecs",
     ),
     "nothing": (None, "The file must be a mapping. Received: None"),
     "a folder of all trials": (
@@ -780,7 +779,7 @@ HAND_WRITTEN = {
                 [POOLS, 0, "containerSpec", "args"], ["--model_dir=gs://b/m"]
             ),
         },
-        "model_dir must not be among the args: all trials would share it",
+        "Remove model_dir from the args: all trials would share it",
     ),
     "a trial that is wrong": (
         {"studySpec": {}, "trialJobSpec": change([POOLS, 0], {})},
@@ -808,7 +807,7 @@ def test_check_of_a_good_file(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("a: [", "is no YAML"), (None, "No such file or directory")],
+    [("a: [", "is not valid YAML"), (None, "No such file or directory")],
 )
 def test_check_of_no_file(tmp_path, capsys, text, message):
     path = tmp_path / "job.yaml"
@@ -829,7 +828,7 @@ def no_types(monkeypatch):
 
 def test_what_was_not_checked_is_said(no_types):
     job = Job(image=IMAGE, base_output_dir=OUTPUT)
-    with pytest.warns(UserWarning, match=r"unchecked.*tfdist\[vertex\]"):
+    with pytest.warns(UserWarning, match=r"not checked.*tfdist\[vertex\]"):
         assert job.spec()["baseOutputDirectory"] == {"outputUriPrefix": OUTPUT}
 
 

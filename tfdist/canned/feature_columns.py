@@ -284,14 +284,14 @@ class Batch:
     def _numbers(self, column: Column) -> tf.Tensor:
         if self.get(column.key).dtype == tf.string:
             raise ValueError(
-                f"Numeric column {column.key!r} takes numbers. Received "
-                "strings: `tf.strings.to_number` in the input function makes "
-                "numbers of them."
+                f"Numeric column {column.key!r} must have numbers. Received: "
+                "strings. Convert them with `tf.strings.to_number` in the "
+                "input function."
             )
         values = column.transform_feature(self, self)
         if values.shape[1:].num_elements() not in (None, dense_size(column)):
             raise ValueError(
-                f"Numeric column {column.key!r} takes examples of the shape "
+                f"Numeric column {column.key!r} needs examples of the shape "
                 f"{column.shape}. Received a batch of the shape {values.shape}."
             )
         return values

@@ -260,8 +260,8 @@ def _column(y: Any, size: int) -> tf.Tensor:
     """Returns labels as a tensor of rank 2."""
     if y is None:
         raise ValueError(
-            "A canned estimator learns (features, labels). Received features "
-            "alone."
+            "A canned estimator needs input of the form (features, labels). "
+            "Received: only features."
         )
     if isinstance(y, tf.SparseTensor | tf.RaggedTensor):
         raise ValueError("Labels must be a dense tensor.")

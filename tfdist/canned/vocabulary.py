@@ -31,7 +31,7 @@ class Vocabulary:
         words = list(words)
         if not words or len(set(words)) < len(words):
             raise ValueError(
-                "A vocabulary must have words, none of them twice. Received: "
+                "A vocabulary must be a list of distinct words. Received: "
                 f"{words[:20]}."
             )
         with tf.init_scope():

@@ -28,7 +28,7 @@ def problems_of_job(spec: Any) -> list[str]:
     """Returns the problems of a job file, one sentence each.
 
     >>> problems_of_job({"base_output_directory": {}})
-    ['base_output_directory is unknown here; baseOutputDirectory is meant.']
+    ['base_output_directory is unknown. Use baseOutputDirectory.']
 
     Args:
         spec: A `CustomJobSpec`, or a `HyperparameterTuningJob` (it has a
@@ -62,7 +62,7 @@ def _parsed(spec: Any) -> dict[str, Any]:
     except ImportError:
         raise ImportError(
             "Checking a job file needs the package google-cloud-aiplatform, "
-            "which has the types of the service: "
+            "which defines the service's types. Install it with: "
             'pip install "tfdist[vertex]"'
         ) from None
     if not isinstance(spec, Mapping):
@@ -92,7 +92,7 @@ def _snake_case(value: Any, path: str = "") -> Iterator[str]:
         camel = re.sub(r"_([a-z])", lambda m: m[1].upper(), str(key))
         where = f"{path}.{key}".lstrip(".")
         if camel != key:
-            yield f"{where} is unknown here; {camel} is meant."
+            yield f"{where} is unknown. Use {camel}."
         elif key != "labels":  # The user chooses the keys of labels.
             yield from _snake_case(entry, where)
 
@@ -100,32 +100,32 @@ def _snake_case(value: Any, path: str = "") -> Iterator[str]:
 def _job_rules(spec: Fields) -> Iterator[str]:
     pools = spec.get("workerPoolSpecs", [])
     if not pools or not pools[0]:
-        yield "workerPoolSpecs must be a list of pools, the chief's first."
+        yield "workerPoolSpecs must be a list of pools, with the chief's first."
         return
     chief, workers, third, evaluator = [*pools, {}, {}, {}][:4]
     # Protobuf's JSON represents 64-bit integers as strings.
     if int(evaluator.get("replicaCount", 0)) > 1:
-        yield "workerPoolSpecs[3] is the evaluator: there can be only one."
+        yield "workerPoolSpecs[3] is the evaluator: use one replica at most."
     if third and not workers:
-        yield "workerPoolSpecs[2] is there, and no workers that would need it."
+        yield "workerPoolSpecs[2] requires workers in workerPoolSpecs[1]."
     if "/training/reductionserver" in _program(third).get("imageUri", ""):
         yield from _reduction_server_rules(chief, workers, evaluator)
     elif third and _accelerators(workers) > 1:
         yield (
-            "workerPoolSpecs[1] has several GPUs on each machine, and on "
-            "parameter servers a worker computes on one. Take more workers, or "
-            "leave the parameter servers out: all-reduce uses all GPUs."
+            "workerPoolSpecs[1] has several GPUs on each machine, but with "
+            "parameter servers a worker uses only one. Use more workers, or "
+            "omit the parameter servers: all-reduce uses all GPUs."
         )
     if _accelerators(evaluator) > 1:
-        yield "workerPoolSpecs[3] has several GPUs: an evaluator uses one."
+        yield "workerPoolSpecs[3] has several GPUs; an evaluator uses only one."
     scheduling = spec.get("scheduling", {})
     strategy = scheduling.get("strategy")
     if strategy == "SPOT" and _is_tpu_pod(chief):
         yield "A TPU of several machines (a pod) cannot be a spot VM."
     if "maxWaitDuration" in scheduling and strategy != "FLEX_START":
         yield (
-            "scheduling.maxWaitDuration (--max_wait) counts only with the "
-            "strategy FLEX_START (--flex_start)."
+            "scheduling.maxWaitDuration (--max_wait) requires the strategy "
+            "FLEX_START (--flex_start)."
         )
     for i, pool in enumerate(pools):
         yield from (f"workerPoolSpecs[{i}]: {x}" for x in _pool_rules(pool))
@@ -150,16 +150,16 @@ def _reduction_server_rules(
 ) -> Iterator[str]:
     if not (_accelerators(chief) and _accelerators(workers)):
         yield (
-            "Reduction servers add up what GPUs send by NCCL: the chief and "
-            "the workers must have GPUs."
+            "Reduction servers sum gradients that GPUs send through NCCL: the "
+            "chief and the workers must have GPUs."
         )
     for pool in filter(None, (chief, workers, evaluator)):
         names = [entry.get("name") for entry in _program(pool).get("env", [])]
         if REDUCTION_SERVERS not in names:
             yield (
                 f"With reduction servers every other pool must set the "
-                f'variable {REDUCTION_SERVERS} to "1"; tfdist would take them '
-                "for parameter servers."
+                f'variable {REDUCTION_SERVERS} to "1"; otherwise tfdist would '
+                "treat them as parameter servers."
             )
             return
 
@@ -179,9 +179,9 @@ def _pool_rules(pool: Fields) -> Iterator[str]:
     image = program.get("executorImageUri", "")
     if _OLD_PYTHON.search(image):
         yield (
-            "tfdist needs Python 3.11, and the prebuilt images end at 3.10 "
-            "with TensorFlow 2.17: build an image of your own "
-            f"(vertex/README.md). Received: {image!r:.80}."
+            "tfdist needs Python 3.11 or later, but the newest prebuilt image "
+            "has Python 3.10 and TensorFlow 2.17. Build your own image "
+            f"(see vertex/README.md). Received: {image!r:.80}."
         )
     for entry in program.get("env", []):
         if entry.get("name", "").startswith(_SERVICES_OWN):
@@ -199,12 +199,12 @@ def _tuning_rules(job: Fields) -> Iterator[str]:
     for parameter in job.get("studySpec", {}).get("parameters", []):
         name = parameter.get("parameterId", "")
         if not name.isidentifier():
-            yield f"parameter {name!r} must be called as a flag of the trainer."
+            yield f"parameter {name!r} must have the name of a trainer flag."
         if name in flags:
-            yield f"{name} is tuned: it must not be among the args as well."
+            yield f"{name} is tuned. Remove it from the args."
     for name in sorted(flags & {"model_dir", "summary_dir", "export_dir"}):
         yield (
-            f"{name} must not be among the args: all trials would share it. "
-            "The service gives each a folder of its own."
+            f"Remove {name} from the args: all trials would share it. The "
+            "service gives each trial its own folder."
         )
     yield from (f"trialJobSpec: {problem}" for problem in _job_rules(trial))

@@ -38,8 +38,8 @@ from tfdist.vertex.jobs import Job, Machine, check
 from tfdist.vertex.tuning import Tuning, parameter
 
 _MACHINES = {
-    "machine": "what computes the gradients",
-    "chief_machine": "the chief, where there are parameter servers",
+    "machine": "the tasks that compute gradients",
+    "chief_machine": "the chief in a job with parameter servers",
     "ps_machine": "parameter servers",
     "evaluator_machine": "the evaluator",
     "reduction_machine": "reduction servers",
@@ -92,22 +92,22 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     for name, text in _MACHINES.items():
         default = getattr(Job, name).machine_type
-        text = f"of {text} (%(default)s)"
+        text = f"machine type of {text} (%(default)s)"
         add(f"--{name}", default=default, metavar="TYPE", help=text)
     accelerator: dict[str, Any] = {"type": _accelerator, "default": {}}
     accelerator["metavar"] = "TYPE[:N]"
-    text = "on each --machine, such as NVIDIA_TESLA_T4:2 or TPU_V3:8"
+    text = "accelerators of each --machine, as NVIDIA_TESLA_T4:2 or TPU_V3:8"
     add("--accelerator", **accelerator, help=text)
-    add("--evaluator_accelerator", **accelerator, help="on the evaluator")
+    text = "accelerators of the evaluator"
+    add("--evaluator_accelerator", **accelerator, help=text)
     many: dict[str, Any] = {"action": "append", "default": []}
-    text = "a variable of every task; can be repeated"
+    text = "environment variable of every task; can be repeated"
     add("--env", **many, metavar="NAME=VALUE", help=text)
     add("args", nargs="*", help=argparse.SUPPRESS)
-    add("--name", default="tfdist", help="shown by the console (tfdist)")
-    add("--region", default="us-central1", help="(us-central1)")
-    text = "only checks the YAML of a job that was written by hand"
+    add("--name", default="tfdist", help="job name in the console (tfdist)")
+    add("--region", default="us-central1", help="region (us-central1)")
+    text = "only validate this hand-written YAML job file"
     add("--check", metavar="FILE", help=text)
-
     add_flags(parser, Tuning)
     text = (
         "a flag of the trainer to tune: name=double:MIN:MAX[:log], "
@@ -123,7 +123,7 @@ def _accelerator(text: str) -> dict[str, Any]:
     match = re.fullmatch(r"([A-Z][A-Z0-9_]*)(?::([1-9][0-9]*))?", text)
     if not match:
         raise argparse.ArgumentTypeError(
-            f"must be like NVIDIA_TESLA_T4:2. Received: {text!r}"
+            f"must have the form NVIDIA_TESLA_T4:2. Received: {text!r}"
         )
     count = int(match[2] or 1)
     return {"accelerator_type": match[1], "accelerator_count": count}
@@ -138,7 +138,7 @@ def _seconds(text: str) -> int:
     match = re.fullmatch(r"([1-9][0-9]*)([smhd])", text)
     if not match:
         raise argparse.ArgumentTypeError(
-            f"must be like 90m, 12h or 3d. Received: {text!r}"
+            f"must have the form 90m, 12h or 3d. Received: {text!r}"
         )
     return int(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
 
@@ -148,7 +148,7 @@ def _check_all_count(
 ) -> None:
     """Raises a `ValueError` if flags are set that the job has no use for."""
     unused = [
-        f"--{flag} counts only with --{needed}."
+        f"--{flag} requires --{needed}."
         for needed, flags in _NEEDED_BY.items()
         for flag in flags.split()
         if not getattr(options, needed)
@@ -162,8 +162,8 @@ def _job(options: argparse.Namespace) -> Job:
     """Returns the job that the flags, named like its fields, describe."""
     if not options.base_output_dir:
         raise ValueError(
-            "--base_output_dir=gs://bucket/folder is needed: the tasks share "
-            "checkpoints there, and what is on a machine goes with it."
+            "--base_output_dir=gs://bucket/folder is required: the tasks share "
+            "checkpoints there, and local disks are deleted after the job."
         )
     values = vars(options)
     if wrong := [text for text in options.env if "=" not in text]:
@@ -185,7 +185,7 @@ def _tuning(options: argparse.Namespace) -> Tuning | None:
     """Returns the tuning that the flags describe, or None."""
     if bool(options.metric) != bool(options.parameters):
         raise ValueError(
-            "--metric and --parameter belong together. Received: "
+            "--metric and --parameter must be given together. Received: "
             f"metric={options.metric!r}, {len(options.parameters)} parameters."
         )
     if not options.metric:
@@ -201,7 +201,7 @@ def _check_file(path: str) -> None:
         try:
             spec = yaml.safe_load(file)
         except yaml.YAMLError as e:
-            raise ValueError(f"{path} is no YAML: {e}") from None
+            raise ValueError(f"{path} is not valid YAML: {e}") from None
     check(problems_of_job(spec))
 
 

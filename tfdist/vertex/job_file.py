@@ -50,10 +50,10 @@ def _pool_flag(pool: Mapping[str, Any]) -> str:
     further = {"tpuTopology", "reservationAffinity"} & {*machine}
     if "diskSpec" in pool or "env" in program or not program or further:
         raise ValueError(
-            "An evaluator without parameter servers leaves a worker pool out, "
-            "and gcloud takes such jobs only as flags, which know neither "
-            "disks, variables, reservations and TPU topologies nor several "
-            "packages. Leave those out."
+            "An evaluator without parameter servers leaves a worker pool "
+            "empty. gcloud accepts this only in flags, which do not support "
+            "disks, variables, reservations, TPU topologies or several "
+            "packages. Remove those, or the evaluator."
         )
     keys = {
         "machine-type": machine["machineType"],

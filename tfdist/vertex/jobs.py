@@ -52,10 +52,10 @@ class Machine:
     machine_type: str = "n1-standard-4"
     accelerator_type: str | None = None
     accelerator_count: int = 0
-    tpu_topology: str | None = flag(None, "of a TPU v5e, as 2x2")
-    boot_disk_gb: int | None = flag(None, "of --machine (100)")
+    tpu_topology: str | None = flag(None, "topology of a TPU v5e, as 2x2")
+    boot_disk_gb: int | None = flag(None, "disk size of --machine (100)")
     boot_disk_type: str | None = flag(
-        None, "of --machine: pd-ssd, pd-standard or hyperdisk-balanced"
+        None, "for --machine: pd-ssd, pd-standard or hyperdisk-balanced"
     )
     reservation: str | None = flag(
         None, "any, or projects/P/zones/Z/reservations/NAME, for --machine"
@@ -91,13 +91,13 @@ class Machine:
 class Tasks:
     """The part of a job that both services share: tasks and their program."""
 
-    workers: int = flag(0, "workers, beside the chief")
-    ps: int = flag(0, "parameter servers")
-    evaluator: bool = flag(False, "adds an evaluator")
+    workers: int = flag(0, "number of workers, without the chief")
+    ps: int = flag(0, "number of parameter servers")
+    evaluator: bool = flag(False, "add an evaluator")
     image: str | None = flag(None, "container image of every task")
-    module: str = flag("trainer.task", "what is run: python -m MODULE")
+    module: str = flag("trainer.task", "module to run: python -m MODULE")
     args: Sequence[str] = ()
-    service_account: str | None = flag(None, "whose rights the tasks have")
+    service_account: str | None = flag(None, "account the tasks run as")
 
     def __post_init__(self) -> None:
         for name in ("args", "packages", "egress"):
@@ -155,7 +155,7 @@ class Job(Tasks):
     reduction_machine: Machine = Machine(machine_type="n1-highcpu-16")
     packages: Sequence[str] = flag(
         (),
-        "instead of an image: a gs:// sdist or wheel; can be repeated",
+        "gs:// sdist or wheel, instead of an image; can be repeated",
         name="package",
     )
     executor_image: str | None = flag(
@@ -163,21 +163,21 @@ class Job(Tasks):
     )
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
     spot: bool = flag(
-        False, "cheaper VMs that may be taken away; the job then starts again"
+        False, "use cheaper VMs that may be preempted; the job then restarts"
     )
-    flex_start: bool = flag(False, "queues until all tasks can have machines")
+    flex_start: bool = flag(False, "queue until all tasks can get machines")
     max_wait_secs: int | None = flag(
-        None, "with --flex_start, such as 90m, 12h or 3d (24h)"
+        None, "longest wait in the --flex_start queue: 90m, 12h or 3d (24h)"
     )
-    timeout_secs: int | None = flag(None, "likewise (7d)")
+    timeout_secs: int | None = flag(None, "longest run: 90m, 12h or 3d (7d)")
     restart_job_on_worker_restart: bool | None = flag(
-        None, "one restart restarts all tasks (for all-reduce only)"
+        None, "restart all tasks if one restarts (default for all-reduce only)"
     )
-    disable_retries: bool = flag(False, "the service does not retry the job")
+    disable_retries: bool = flag(False, "do not let the service retry the job")
     network: str | None = flag(None, "projects/NUMBER/global/networks/NAME")
     network_attachment: str | None = flag(None, "of Private Service Connect")
-    persistent_resource: str | None = flag(None, "ID, to run on its machines")
-    web_access: bool = flag(False, "a shell in each task, from the browser")
+    persistent_resource: str | None = flag(None, "ID; runs on its machines")
+    web_access: bool = flag(False, "allow a browser shell into each task")
     tensorboard: str | None = flag(
         None, "projects/NUMBER/locations/REGION/tensorboards/ID"
     )
@@ -195,14 +195,14 @@ class Job(Tasks):
             raise ValueError("Set at most one of `flex_start` and `spot`.")
         if bool(self.image) == bool(self.packages):
             raise ValueError(
-                "Exactly one of `image` and `packages` must be given: what "
-                f"the tasks run. Received: image={self.image!r}, "
+                "Exactly one of `image` and `packages` must be given, with the "
+                f"program to run. Received: image={self.image!r}, "
                 f"packages={list(self.packages)}."
             )
         if bool(self.packages) != bool(self.executor_image):
             raise ValueError(
                 "Argument `packages` needs an `executor_image` with Python "
-                "3.11 or later to install them in, and `image` needs none."
+                "3.11 or later to install them in; omit it with `image`."
             )
 
     @property
@@ -309,7 +309,7 @@ def checked(spec: dict[str, Any]) -> dict[str, Any]:
     try:
         problems = problems_of_job(spec)
     except ImportError as e:
-        text = f"The names and values of the job's fields are unchecked. {e}"
+        text = f"The names and values of the job's fields were not checked. {e}"
         warnings.warn(text, stacklevel=3)
         problems = rules_broken_by(spec)
     check(problems)

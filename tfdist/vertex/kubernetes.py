@@ -71,14 +71,14 @@ class Job(Tasks):
     `args`, flags of the trainer, must set a `model_dir` that all pods share.
     """
 
-    name: str = flag("tfdist", "of the job and its pods")
-    namespace: str = flag("default", "where it runs")
+    name: str = flag("tfdist", "name of the job and its pods")
+    namespace: str = flag("default", "namespace of the job")
     gpus: int = flag(0, "GPUs of each task that computes gradients")
-    cpu: str | None = flag(None, "what each task asks for, such as 4 or 500m")
-    memory: str | None = flag(None, "what each task asks for, such as 16Gi")
-    max_restarts: int = flag(6, "how often the pods of a role may fail")
+    cpu: str | None = flag(None, "CPUs each task requests, as 4 or 500m")
+    memory: str | None = flag(None, "memory each task requests, as 16Gi")
+    max_restarts: int = flag(6, "how often the pods of a role may restart")
     egress: Sequence[str] = flag(
-        (), "CIDR:PORT that the pods may reach, as a store; can be repeated"
+        (), "CIDR:PORT that the pods may connect to; can be repeated"
     )
 
     def __post_init__(self) -> None:
@@ -91,8 +91,8 @@ class Job(Tasks):
         for field, (most, pattern) in _NAMES.items():
             if not re.fullmatch(pattern, name := getattr(self, field)):
                 raise ValueError(
-                    f"Argument `{field}` must be at most {most} small letters, "
-                    f"digits and dashes. Received: {field}={name!r}."
+                    f"Argument `{field}` must be at most {most} lowercase "
+                    f"letters, digits and dashes. Received: {field}={name!r}."
                 )
         if self.ps and self.gpus > 1:
             raise ValueError(
@@ -101,8 +101,8 @@ class Job(Tasks):
             )
         if not all(re.fullmatch(_CIDR_PORT, text) for text in self.egress):
             raise ValueError(
-                "Argument `egress` must be like 10.0.0.0/8:443. Received: "
-                f"egress={[*self.egress]}."
+                "Argument `egress` must have the form 10.0.0.0/8:443. "
+                f"Received: egress={[*self.egress]}."
             )
 
     @property
@@ -319,7 +319,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     add_flags(parser, Job)
     kinds = ("plain", "jobset", "tfjob")
-    text = "for Kubernetes alone, its JobSet controller, training operator v1"
+    text = "plain Kubernetes, its JobSet controller, or training operator v1"
     parser.add_argument("--kind", choices=kinds, default=kinds[0], help=text)
     parser.add_argument("args", nargs="*", help=argparse.SUPPRESS)
     options = vars(parser.parse_args(argv))

@@ -41,25 +41,25 @@ class Tuning:
     """
 
     metric: str = flag(
-        dataclasses.MISSING, "the name under which the trainer reports it"
+        dataclasses.MISSING, "name of the metric that the trainer reports"
     )
     parameters: Sequence[Mapping[str, Any]]
     goal: str = flag(
         "MAXIMIZE",
-        "what is wanted of it",
+        "whether to maximize or minimize the metric",
         type=str.upper,
         choices=("MAXIMIZE", "MINIMIZE"),
     )
-    max_trials: int = flag(10, "trials in all")
-    parallel_trials: int = flag(2, "trials at once")
+    max_trials: int = flag(10, "total number of trials")
+    parallel_trials: int = flag(2, "number of trials that run at once")
     algorithm: str | None = flag(
         None,
-        "Bayesian without",
+        "search algorithm; default: Bayesian",
         type=_algorithm,
         choices=("GRID_SEARCH", "RANDOM_SEARCH"),
     )
     stopping: str | None = flag(
-        None, "how trials end early that are no good", choices=("median",)
+        None, "rule that stops poor trials early", choices=("median",)
     )
 
     def job(self, trial: Job, name: str = "tfdist") -> dict[str, Any]:
