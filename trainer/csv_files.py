@@ -151,9 +151,9 @@ class CsvSource(Source):
             for word in words:
                 if word.strip() in (b"", _MISSING.encode()):
                     _log.warning(
-                        "Column %r has the word %r, which is no missing value "
-                        "because of its blanks, and no number. Write the files "
-                        "without blanks around values if it should be.",
+                        "Column %r contains %r, which is not treated as a "
+                        "missing value or a number because of its blanks. If "
+                        "it means a missing value, remove the blanks.",
                         name,
                         word.decode(),
                     )
@@ -161,9 +161,9 @@ class CsvSource(Source):
             number = statistics[name]
             if max(-number.minimum, number.maximum) >= 2**24:
                 _log.warning(
-                    "Column %r has integers as large as 2**24, which may be "
-                    "equal as float32. If they are ids, name it among the "
-                    "categorical columns.",
+                    "Column %r has integers of 2**24 or more, which float32 "
+                    "cannot always tell apart. If they are ids, add the column "
+                    "to `categorical_columns`.",
                     name,
                 )
 
@@ -178,8 +178,8 @@ class CsvSource(Source):
             )
         if len({label.decode() in positive for label in found}) == 1:
             _log.warning(
-                "%s: all examples have the same class, of which there is no "
-                "AUC: what is reported as one means nothing.",
+                "%s: all examples have the same class, so AUC is undefined; "
+                "ignore the reported value.",
                 evaluated,
             )
         train, evaluation = (
@@ -188,8 +188,8 @@ class CsvSource(Source):
         )
         if both := train & evaluation:
             _log.warning(
-                "%d of the files are trained on and evaluated on, %s among "
-                "them: metrics do not show what the model does on new data.",
+                "Used for both training and evaluation: %d files, including "
+                "%s. Metrics do not show how the model performs on new data.",
                 len(both),
                 min(both),
             )
@@ -205,7 +205,7 @@ class CsvSource(Source):
         missing = {c.name for c in schema.columns}.difference(self._columns)
         if missing:
             raise ValueError(
-                f"{self.description}: the columns of the job must be there. "
+                f"{self.description}: all columns of the job are required. "
                 f"Missing: {listed(sorted(missing))}."
             )
         sizes = _sizes([*self._files["train"], *self._files["eval"]])
@@ -246,7 +246,7 @@ class CsvSource(Source):
                         f"{where} {self._label!r} must be one of those in the "
                         f"training files, {known}. Received: {label!r}."
                     )
-        raise AssertionError("A label is bad, and none was found.")
+        raise AssertionError("No invalid label found in the files.")
 
     def _batches(
         self,

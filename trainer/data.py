@@ -104,8 +104,8 @@ class TfdsSource(Source):
             # The rest of the message lists all known builders.
             reason = str(error).strip().partition("\n")[0]
             raise ValueError(
-                f"TensorFlow Datasets has no builder {self._name!r}, and there "
-                "is no prepared dataset of that name in "
+                f"TensorFlow Datasets has no builder {self._name!r}, and no "
+                "prepared dataset with this name was found in "
                 f"{self._data_dir or 'its default'}: {reason}"
             ) from None
 
@@ -125,8 +125,8 @@ class TfdsSource(Source):
         if chosen["eval"] is None:
             raise ValueError(
                 f"{self._builder.info.full_name} has the splits "
-                f"{sorted(splits)}, none of them for evaluation. Argument "
-                "`eval_split` must name the rest of what `train_split` leaves. "
+                f"{sorted(splits)}, but no evaluation split. Argument "
+                "`eval_split` must name the examples not in `train_split`. "
                 f"Received: train_split={chosen['train']!r}, eval_split=None."
             )
         trained = collections.defaultdict(list)
@@ -138,7 +138,7 @@ class TfdsSource(Source):
             for other in trained[part.filename]
         ):
             _log.warning(
-                "Some examples of %s are trained on and evaluated on: %s.",
+                "The training and evaluation examples of %s overlap: %s.",
                 self._builder.info.full_name,
                 " and ".join(chosen.values()),
             )
@@ -162,7 +162,7 @@ class TfdsSource(Source):
             f"Argument `label` must name a column of "
             f"{self._builder.info.full_name}: {list(self._features)}. "
             f"Received: label={label!r}"
-            + (" (the builder names none)." if label is None else ".")
+            + (" (the builder has no default)." if label is None else ".")
         )
 
     @functools.cached_property
@@ -298,7 +298,7 @@ def prepared(
     """
     builder = make_builder()
     if not builder.is_prepared():
-        _log.info("Preparing %s, once.", builder.data_dir)
+        _log.info("Preparing %s (only once).", builder.data_dir)
         # TFDS announces a download even if there is nothing to download.
         downloads = bool(builder.info.download_size)
         stdout = sys.stdout if downloads else io.StringIO()
@@ -312,10 +312,10 @@ def prepared(
                 raise OSError(
                     f"{builder.info.full_name} could not be prepared in "
                     f"{builder.data_dir}: {error}\n"
-                    "Prepare it once on a machine that reaches its sources, by "
+                    "Prepare it once on a machine that can download it, with "
                     f"`tfds build {builder.name} --file_format=tfrecord "
-                    "--data_dir=DIR`, copy DIR to where all tasks see it, and "
-                    "give that as --data_dir."
+                    "--data_dir=DIR`, copy DIR to where all tasks can read it, "
+                    "and pass that path as --data_dir."
                 ) from error
     return builder
 

@@ -192,7 +192,7 @@ class Source(abc.ABC):
         if saved["arguments"] != self._arguments:
             raise ValueError(
                 f"{self._path} holds the columns for {saved['arguments']}. "
-                f"Received: {self._arguments}. Give the same, or train in "
+                f"Received: {self._arguments}. Use the same arguments, or "
                 "another model_dir."
             )
         schema = Schema.from_dict(saved["schema"])
@@ -205,7 +205,7 @@ class Source(abc.ABC):
         label, min_count = self._label, self._arguments["min_count"]
         if not kinds:
             raise ValueError(
-                f"Expected at least one column beside the label {label!r}."
+                f"Expected at least one column other than {label!r}."
             )
         statistics = tfdist.FeatureStatistics()
         for features, labels in self._once("train", kinds):
@@ -255,7 +255,7 @@ class Source(abc.ABC):
         workers = input_context.num_input_pipelines if input_context else 1
         if self.schema.num_train < workers:
             raise ValueError(
-                "Every worker needs an example of its own. Received: "
+                "Every worker needs at least one example. Received: "
                 f"{self.schema.num_train} examples for {workers} workers."
             )
         return self._batches(

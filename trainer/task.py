@@ -55,7 +55,7 @@ flags.DEFINE_string(
 flags.DEFINE_string(
     "export_dir",
     None,
-    "Where the final model is copied to, in place of what is there. Default: "
+    "Where the final model is copied to, replacing any model there. Default: "
     "AIP_MODEL_DIR, if Vertex AI sets it, else nowhere.",
 )
 flags.DEFINE_multi_string("train_files", [], "CSV files: paths or patterns.")
@@ -123,8 +123,8 @@ flags.DEFINE_enum(
 flags.DEFINE_integer(
     "plan_ps",
     None,
-    "Prints where a planned placement would put the variables on so many "
-    "parameter servers, and ends.",
+    "Prints where a planned placement would put the variables on this number "
+    "of parameter servers, and exits.",
     lower_bound=1,
 )
 flags.DEFINE_float(
@@ -137,8 +137,8 @@ flags.DEFINE_float(
 flags.DEFINE_string(
     "tuning_metric",
     None,
-    "The metric that a tuning job on Vertex AI is told to look at; a trial "
-    "whose evaluations have none of that name ends with an error.",
+    "The metric that is reported to a tuning job on Vertex AI; a trial fails "
+    "if its evaluations do not have this metric.",
 )
 flags.DEFINE_integer("seed", 0, "Of initial weights and of shuffling.")
 flags.DEFINE_bool(
@@ -431,7 +431,7 @@ def main(argv: Sequence[str]) -> None:
         print(text, file=sys.stderr)
         sys.exit(_exit_code(error))
     except KeyboardInterrupt:
-        print("\nInterrupted. The same command continues where it has saved.")
+        print("\nInterrupted. The same command continues at the checkpoint.")
         sys.exit(128 + signal.SIGINT)
     if leads and metrics:
         secs = time.monotonic() - start
