@@ -1,9 +1,9 @@
-"""Which parameter server holds a variable.
+"""Placement of variables on parameter servers.
 
-Read in this order: `variables` (a description, before anything exists),
-`strategies` (description to server), `device_setter` (TF1's own entry),
-`partitioners`, `plans`, `planner` and `packing` (all variables at once),
-`scope` (where it takes effect).
+Read in this order: `variables` (describes variables before they exist),
+`strategies` (maps each description to a server), `device_setter` (TF1's API),
+`partitioners`, `plans`, `planner` and `packing` (place all variables at once),
+`scope` (applies a placement).
 """
 
 import lazy_loader

@@ -3,8 +3,8 @@
     python -m tfdist.placement --model=trainer.model:model_fn --ps=2,3,8
 
 prints, for a model and clusters that do not exist yet, the bytes and traffic of
-every parameter server, the largest load over the mean, and how far that is from
-the best.
+every parameter server, the ratio of the largest load to the mean load, and how
+far the largest load is above a lower bound.
 """
 
 import argparse
@@ -20,8 +20,8 @@ from tfdist.placement.plans import Piece, Plan
 from tfdist.placement.strategies import LoadFn, byte_size_load_fn, load_of
 from tfdist.placement.variables import VariableSpec, describe
 
-# Closer to the bound no more variables are split: every piece is one more
-# message in every step. Nor are small variables.
+# Splitting stops this close to the bound, and small variables are never split:
+# every additional piece costs one more message in every step.
 _CLOSE_ENOUGH = 0.01
 _MIN_SPLIT_BYTES = 256 << 10
 
@@ -36,22 +36,22 @@ def plan(
 ) -> Plan:
     """Plans a placement whose largest load is small.
 
-    It sees all variables at once, so it beats a strategy, which sees one after
-    another. The largest variable left goes to the server with the smallest
-    load; then moves and swaps lower the largest load. `Plan.distance` says how
-    far the result is from a bound that no placement can beat. Where it is
-    allowed, variables are split into `num_ps` parts, as
-    `PartitionedEmbedding(..., num_shards=num_ps)` does: only the largest, as
-    few as bring the plan within 1 % of the bound, none below 256 KiB.
+    A strategy sees one variable at a time; a plan considers all of them at
+    once. It assigns the variables, largest first, to the server with the
+    smallest load, and then lowers the largest load by moves and swaps.
+    `Plan.distance` is the gap to a bound that no placement can beat. If `split`
+    allows it, the largest variables of at least 256 KiB are split into `num_ps`
+    parts, as by `PartitionedEmbedding(..., num_shards=num_ps)`, in growing
+    numbers until the plan is within 1 % of the bound.
 
     Args:
-        variables: Descriptions with different names, as from `describe`.
+        variables: Descriptions with unique names, as returned by `describe`.
         num_ps: Number of parameter servers, at least 1.
         load_fn: What to balance. Default: bytes held, slots included.
             `traffic_load_fn` balances the bytes that a step moves.
-        split: Whether variables may be split by rows, or a callable that says
-            so for each. A Keras model can split only what is a
-            `PartitionedEmbedding`. Default: False.
+        split: Whether variables may be split by rows, or a callable that
+            decides for each variable. In a Keras model, only the table of a
+            `PartitionedEmbedding` can be split. Default: False.
         memory_limits: Bytes of variables and slots that a server may hold, one
             number for all or one for each; it needs more, and while it makes a
             shard, twice that shard's. Default: no limit.
@@ -60,7 +60,7 @@ def plan(
         A `Plan`.
 
     Raises:
-        TypeError: If `variables` holds something else, or a load is no number.
+        TypeError: If `variables` or a load has the wrong type.
         ValueError: If `num_ps` is not positive, names repeat, a load is NaN or
             negative, or no placement was found that meets the memory limits.
 
@@ -84,7 +84,7 @@ def plan(
     divisible &= (rows > 1) & (sizes >= _MIN_SPLIT_BYTES)
     smallest = np.where(divisible, loads / rows, loads)
     bound = max(packing.lower_bound(smallest, num_ps), loads.sum() / num_ps)
-    # Split more and more of the largest, until the plan is close to the bound.
+    # Split more of the largest variables until the plan is close to the bound.
     largest_first = [i for i in np.argsort(-loads) if divisible[i]]
     most = len(largest_first)
     plans, error = [], None
@@ -125,16 +125,16 @@ def simulate(
     *,
     load_fn: LoadFn = byte_size_load_fn,
 ) -> Plan:
-    """Returns, as a plan, what a placement strategy would do.
+    """Returns the placement that a strategy would choose, as a `Plan`.
 
     Args:
         variables: Descriptions in order of creation.
         num_ps: As in `plan`.
-        strategy: Callable from a `VariableSpec` to a task.
+        strategy: Callable that maps a `VariableSpec` to a task.
         load_fn: As in `plan`.
 
     Raises:
-        TypeError, ValueError: As `plan`; or the strategy returns no task.
+        TypeError, ValueError: As in `plan`, or if a returned task is invalid.
 
     >>> from tfdist.placement import RoundRobinStrategy
     >>> layers = [VariableSpec(f"d{i}", (8, 8)) for i in range(3)]

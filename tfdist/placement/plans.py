@@ -1,4 +1,4 @@
-"""A plan as a value: where every variable will live, and how good that is."""
+"""`Plan`: the server of every variable, and measures of the balance."""
 
 import collections
 import dataclasses
@@ -16,7 +16,7 @@ from tfdist.placement.variables import VariableSpec, kind_of, variable_spec
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Piece:
-    """A run of a variable's rows on one parameter server.
+    """Consecutive rows of a variable on one parameter server.
 
     Attributes:
         offset: First row.
@@ -35,15 +35,14 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Where every variable will live, as `tfdist.placement.plan` decides.
+    """The placement of every variable, as returned by `tfdist.placement.plan`.
 
     Attributes:
         variables: The variables, in order of creation.
         num_ps: Number of parameter servers.
-        assignments: By variable name, its pieces in order of rows, one or more.
-        load_fn: What was balanced.
-        lower_bound: No placement that may split the same variables has a
-            largest load below this.
+        assignments: Maps a variable's name to its pieces, ordered by offset.
+        load_fn: The load that the plan balances.
+        lower_bound: Bound on the largest load, given which variables may split.
         largest_indivisible: The largest load that cannot be split.
 
     >>> from tfdist.placement import plan
@@ -61,17 +60,17 @@ class Plan:
 
     @functools.cached_property
     def loads(self) -> tuple[float, ...]:
-        """Load of each task, by `load_fn`."""
+        """Load of each task, as measured by `load_fn`."""
         return self._loads(self.load_fn)
 
     @functools.cached_property
     def byte_loads(self) -> tuple[float, ...]:
-        """Bytes each task holds, slots included."""
+        """Bytes that each task holds, including slot variables."""
         return self._loads(byte_size_load_fn)
 
     @functools.cached_property
     def traffic_loads(self) -> tuple[float, ...]:
-        """Bytes a step of one worker moves from and to each task."""
+        """Bytes that one worker's step transfers from and to each task."""
         return self._loads(strategies.traffic_load_fn)
 
     def _loads(self, load_fn: LoadFn) -> tuple[float, ...]:
@@ -84,30 +83,31 @@ class Plan:
 
     @property
     def imbalance(self) -> float:
-        """Largest load over mean load: 1 is perfect balance."""
+        """Ratio of the largest load to the mean: 1 is perfect balance."""
         total = sum(self.loads)
         return max(self.loads) * self.num_ps / total if total else 1.0
 
     @property
     def distance(self) -> float:
-        """How far the largest load is above the lower bound: 0.01 is 1 %."""
+        """Relative excess of the largest load over the bound: 0.01 is 1 %."""
         if not self.lower_bound:
             return 0.0
         return max(0.0, max(self.loads) / self.lower_bound - 1)
 
     def as_strategy(self) -> strategies.PlacementStrategy:
-        """Returns a placement strategy that places as planned.
+        """Returns a placement strategy that follows this plan.
 
-        A variable is found by its name; else by the last part of its name, its
-        shape and its dtype, in order of creation: Keras numbers the layers of a
-        second model on (`dense_3`), and a variable creator is told `kernel`
-        alone. Pieces of a split variable are those that `PartitionedEmbedding`
-        makes, `<name>_part_<i>`. What was not planned, such as a counter, goes
-        to the task with the fewest bytes, with a warning if it is no scalar.
+        Among planned variables with the same last part of the name, shape and
+        dtype, an exact name match comes first, then order of creation: Keras
+        continues its numbering of layers in a second model (`dense_3`), and a
+        variable creator receives only `kernel`. Pieces of a split variable are
+        named `<name>_part_<i>`, as in `PartitionedEmbedding`. A variable not in
+        the plan, such as a counter, is placed on the task with the fewest
+        bytes, with a warning unless it is a scalar.
 
         Returns:
-            Callable from a variable to its task, for one model. It raises
-            `ValueError` for a whole variable that the plan splits.
+            Callable that maps a variable to its task, for one model. It raises
+            `ValueError` for an unsplit variable that the plan splits.
 
         >>> from tfdist.placement import plan
         >>> table = VariableSpec("table", (1000, 100))
@@ -116,7 +116,7 @@ class Plan:
         1
         """
         held = np.array(self.byte_loads)
-        left: list[tuple[VariableSpec, int | None]] = []  # None: it is split.
+        left: list[tuple[VariableSpec, int | None]] = []  # None: split.
         for spec in self.variables:
             run = self.assignments[spec.name]
             is_split = len(run) > 1
@@ -129,7 +129,7 @@ class Plan:
         def place(variable: Any) -> int:
             spec = variable_spec(variable)
             alike = [e for e in left if kind_of(e[0]) == kind_of(spec)]
-            # First the one of this very name, last what should be in pieces.
+            # An exact name match comes first, a variable to be split last.
             alike.sort(key=lambda e: (e[0].name != spec.name, e[1] is None))
             for planned, task in alike[:1]:
                 if task is None:
@@ -157,7 +157,7 @@ class Plan:
         return place
 
     def table(self) -> str:
-        """Returns bytes and traffic of each task as text, and the balance."""
+        """Returns the load of each task and the balance as a text table."""
         pieces = collections.Counter(
             piece.task for run in self.assignments.values() for piece in run
         )

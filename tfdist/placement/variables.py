@@ -1,8 +1,8 @@
-"""Descriptions of variables: all that placement looks at (decision D5).
+"""Descriptions of variables, the only input of a placement (decision D5).
 
-A description comes from a TF1 op, a variable, the arguments of a variable
-creator, or from a model function that is run without giving its variables
-memory. So a placement is decided and printed without a cluster.
+A description is built from a TF1 op, a variable, the arguments of a variable
+creator, or a model function that runs without allocating large variables. A
+placement can therefore be decided and printed without a cluster.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ _MAX_REAL_ELEMENTS = 1024
 
 @dataclasses.dataclass(frozen=True)
 class VariableSpec:
-    """A variable's description: all that a placement strategy may look at.
+    """Describes a variable to a placement strategy.
 
     Attributes:
         name: The variable's name, `path` for a Keras variable.
@@ -47,7 +47,7 @@ class VariableSpec:
 
     Raises:
         ValueError: If a dimension or a count is negative.
-        TypeError: If `name` is no string.
+        TypeError: If `name` is not a string.
 
     >>> table = VariableSpec("table", (1000, 16), num_slots=1)
     >>> table.num_rows, table.num_elements
@@ -86,18 +86,18 @@ class VariableSpec:
 
 
 def kind_of(spec: VariableSpec) -> tuple[str, Any, str]:
-    """What a variable creator is told: of a Keras path the last part."""
+    """Returns the last part of the name, the shape and the dtype."""
     return spec.name.rsplit("/", 1)[-1], spec.shape, spec.dtype
 
 
 def full_name(variable: Any) -> str:
-    """Of a variable, a description of one, or a TF1 op."""
+    """Returns the name of a variable, a `VariableSpec` or a TF1 op."""
     name = getattr(variable, "path", None) or variable.name
     return name.removesuffix(":0")
 
 
 def variable_spec(variable: Any) -> VariableSpec:
-    """Describes a variable or the TF1 op that makes one, without slots."""
+    """Describes a variable or the TF1 op that creates one, without slots."""
     if isinstance(variable, VariableSpec):
         return variable
     if hasattr(variable, "node_def") and hasattr(variable, "outputs"):
