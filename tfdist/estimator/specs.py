@@ -295,7 +295,7 @@ class RunConfig:
     def num_worker_replicas(self) -> int:
         """The number of workers, including the chief; 0 on the evaluator.
 
-        Unlike in TF1, the chief of a cluster runs no training steps itself;
+        Unlike in TF1, the chief of a job with parameter servers runs no steps;
         `cluster.num_workers` counts the tasks that do.
         """
         if not self._tasks:
