@@ -28,13 +28,12 @@ def replica_device_setter(
 ) -> "ReplicaDeviceSetter | None":
     """`tf.compat.v1.train.replica_device_setter`, for TF2 as well.
 
-    The returned object is both a device function, for `tf.compat.v1.device` in
-    a graph, and a scope, for `with` in TF2; `ReplicaDeviceSetter` documents the
-    scope. Use `device_scope` where the setter may be `None`.
+    The result is both a device function, for `tf.compat.v1.device` in a graph,
+    and a scope, for `with` in TF2. Use `device_scope` if it may be `None`.
 
-    Differences from TF1: placing a variable on a task that does not exist raises
-    an error, and task numbers may have gaps: in a cluster
-    `{"ps": {3: ..., 5: ...}}` the strategy's 0 and 1 stand for tasks 3 and 5,
+    Differences from TF1: a strategy that returns a nonexistent task raises an
+    error, and task numbers may have gaps: if `cluster["ps"]` is
+    `{3: ..., 5: ...}`, the strategy's tasks 0 and 1 stand for tasks 3 and 5,
     where TF1 used tasks 0 and 1.
 
     Args:
@@ -58,8 +57,8 @@ def replica_device_setter(
     Raises:
         TypeError: If `cluster` is none of the above, or `ps_strategy` is not
             callable.
-        ValueError: If `ps_tasks` is negative. The setter itself raises it if
-            the strategy returns a task that does not exist.
+        ValueError: If `ps_tasks` is negative or, on use of the setter, the
+            strategy returns a task that does not exist.
 
     >>> setter = replica_device_setter(ps_tasks=2)
     >>> with tf.Graph().as_default(), tf.compat.v1.device(setter):
@@ -114,17 +113,17 @@ class ReplicaDeviceSetter:
     of inner `tf.device` blocks take precedence; `ps_device` with the strategy's
     task, or `worker_device`, fills in the others.
 
-    As a scope, the setter applies that device function to all ops of a TF1 graph
-    or a `tf.function`; eager ops run on `worker_device`. In TF2, each variable
-    created within the scope, or by functions called there, follows these rules.
+    As a scope, the setter applies that device function to all ops of a TF1
+    graph or `tf.function`; eager ops run on `worker_device`. In TF2, variables
+    created in the scope, or by functions called there, follow the same rules.
 
-    The strategy is called once per variable. The initial value is computed on
-    the variable's device. `ps_ops` affects variables if it has `"VarHandleOp"`.
-    Eager TF2 exposes only the merged device of all `tf.device` blocks. Unlike in
-    a function or graph, a block that only repeats `worker_device` is therefore
-    not noticed; `/job:ps` alone takes the worker's task number (name the task, as
+    The strategy is called once per variable, and the initial value is computed
+    on the variable's device. `ps_ops` places variables if it has `VarHandleOp`.
+    Eager TF2 exposes only the merged device of all `tf.device` blocks. Hence,
+    unlike in a function or graph, a block that only repeats `worker_device` has
+    no effect; `/job:ps` alone takes the worker's task number (name the task, as
     in `/job:ps/task:1`); and a block inside `tf.device(None)`, which by itself
-    undoes the scope, counts as one outside the scope. Not thread-safe.
+    undoes the scope, counts as a block outside the scope. Not thread-safe.
     """
 
     device_function: Callable[[Any], str]
@@ -136,7 +135,7 @@ class ReplicaDeviceSetter:
         self._asked: list[str] | None = None
 
     def __call__(self, op: Any) -> str:
-        """Returns the device of a `tf.Operation` or `NodeDef`; see the class."""
+        """Returns the device of a `tf.Operation` or `NodeDef`."""
         if self._asked is None:
             return self.device_function(op)
         self._asked.append(op.device or "")
@@ -174,7 +173,7 @@ class ReplicaDeviceSetter:
         self._scopes.pop().__exit__(*exc_info)
 
     def _inner_device(self, entered: str, eagerly: bool) -> str | None:
-        """Returns the device set by inner blocks; None if they undo the scope."""
+        """Returns the device of inner blocks; None if they undo the scope."""
         if eagerly:
             # `tf.device` inside a `tf.function` changes the eager device too.
             current = _eager_device()
