@@ -75,7 +75,7 @@ def placed_scope(
 
 
 def _unsynchronized(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
-    """Creates metric variables as ordinary ones: their sums are complete."""
+    """Creates unsynchronized metric variables: they already hold totals."""
     if kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
         kwargs["synchronization"] = tf.VariableSynchronization.AUTO
         kwargs["aggregation"] = tf.VariableAggregation.NONE
