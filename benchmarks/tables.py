@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--stock_steps", type=int, default=40)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--load", action="store_true", help="skip the steps")
+    parser.add_argument("--load", action="store_true", help="only the load")
     args = parser.parse_args()
     for strategy in ("div", "balanced"):
         print(f"{strategy:<9} fullest of 4 ps over mean {load(strategy):.3f}")
