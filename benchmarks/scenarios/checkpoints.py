@@ -18,10 +18,10 @@ def run(bench: Bench) -> Iterator[Result]:
     result = Result(
         "Checkpoints",
         f"A table of width {DIM} in {checkpoint.SHARDS} shards, saved and "
-        "restored by the chief, with 1 to 3 ps. For comparison: "
-        "`tf.train.Checkpoint` with the same shards, on 2 ps and in one "
-        f"process. Each run saves {checkpoint.SAVES} times (its value is the "
-        "median) and restores once. Peaks include all of TensorFlow.",
+        "restored by the chief, with 1 to 3 ps; and by `tf.train.Checkpoint`, "
+        f"on 2 ps and in one process. Each run saves {checkpoint.SAVES} times "
+        "(its value is the median) and restores once. Peak memory is that of "
+        "whole processes, including TensorFlow.",
     )
     sizes = (1, 2) if bench.quick else (10, 160, 640)
     for megabytes in sizes:

@@ -194,7 +194,7 @@ _VARIABLE = tf.compat.v1.NodeDef(op="VarHandleOp")
 
 
 class _Creation(NamedTuple):
-    """A variable about to be created, in the form of an op for TF1."""
+    """A variable about to be created, in the form that TF1 expects of an op."""
 
     device: str
     node_def: tf.compat.v1.NodeDef
