@@ -43,8 +43,8 @@ def replica_device_setter(
         worker_device: Device of all other ops; `""` leaves it unspecified.
             Default: `"/job:worker"`.
         merge_devices: Whether to fill in fields that an inner `tf.device`
-            leaves unspecified. `False` does not change ops with an inner
-            device, and is deprecated as in TF1. Default: True.
+            leaves unspecified. `False` skips ops that have an inner device,
+            and is deprecated as in TF1. Default: True.
         cluster: Dict, `ClusterSpec` or `ClusterDef` that overrides `ps_tasks`.
         ps_ops: Types of the ops to place on parameter servers. Default: those
             of TF1, variables and lookup tables.

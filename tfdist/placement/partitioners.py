@@ -31,7 +31,7 @@ def fixed_size_partitioner(num_shards: int, axis: int = 0) -> Partitioner:
     """Splits every variable into the same number of shards.
 
     See also `tf.compat.v1.fixed_size_partitioner`, which accepts `num_shards=0`
-    and fails later. A variable with fewer rows than that gets a shard per row.
+    and fails later. A variable of fewer rows than shards gets a shard per row.
 
     Args:
         num_shards: Number of shards, at least 1.
@@ -62,7 +62,7 @@ def variable_axis_size_partitioner(
         max_shard_bytes: Maximum size of a shard in bytes, at least 1.
         axis: Same as for `fixed_size_partitioner`.
         bytes_per_string_element: Assumed bytes per string. Default: 16.
-        max_shards: Maximum number of shards of any size. Default: no limit.
+        max_shards: Maximum number, whatever the shards' size. Default: none.
 
     Raises:
         ValueError: If one of the numbers is not positive.
@@ -86,7 +86,7 @@ def min_max_variable_partitioner(
     min_slice_size: int = 256 << 10,
     bytes_per_string_element: int = 16,
 ) -> Partitioner:
-    """Splits a variable, with at least `min_slice_size` bytes in each shard.
+    """Splits a variable, keeping at least `min_slice_size` bytes per shard.
 
     See also `tf.compat.v1.min_max_variable_partitioner`, which divides by zero
     for `min_slice_size=0` and treats `max_partitions=0` as 1.
