@@ -252,9 +252,9 @@ def _build(model_fn: Callable[[], keras.Model]) -> keras.Model:
     except tf.errors.OpError as e:
         # Reading a variable without memory gives no values, or an error.
         raise ValueError(
-            "Argument `model_fn` failed when called without allocating large "
-            "variables, which then have no values. If it reads them (a model "
-            "that is built by calling it on data does), build the model from "
+            "Argument `model_fn` failed when called without memory for large "
+            "variables. If it reads the value of a variable (a model that is "
+            "built by calling it on data does), build the model from "
             "`keras.Input` or with `model.build(input_shape)` instead. "
             f"TensorFlow says: {e}"
         ) from e
