@@ -1,16 +1,16 @@
-"""The same wide and deep model in tfdist and in TF 2.15.1's Estimator.
+"""Compares a wide-and-deep model in tfdist and in TF 2.15.1's Estimator.
 
     python -m benchmarks.canned --data=DIRECTORY --peer=PYTHON
 
 PYTHON is an interpreter with `tensorflow==2.15.1` (`python3.11 -m venv peer;
 peer/bin/pip install tensorflow==2.15.1`); DIRECTORY holds `train.csv` and
-`eval.csv` of the UCI census income data, with a header line. Same columns,
-sizes, optimizers, batches and steps. Prints, for each seed, the AUC of TF
-2.15.1 in one process, of tfdist in one process and of tfdist on a cluster of
-two parameter servers and two workers; then the mean and the largest
-difference from TF 2.15.1's.
+`eval.csv` of the UCI census income data, with a header line. Both models have
+the same columns, sizes, optimizers, batches and steps. Prints, for each seed,
+the AUC of TF 2.15.1 in one process, of tfdist in one process, and of tfdist on
+a cluster of two parameter servers and two workers; then the mean of each, and
+the largest difference from TF 2.15.1.
 
-Each training is a process of its own; this file runs under either interpreter.
+Each training runs this file in a new process, with either interpreter.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ BATCH, STEPS = 128, 3000
 
 
 def read(path: str) -> tuple[dict[str, Any], Any]:
-    """Columns by name, and labels."""
+    """Returns a dict of feature columns, and the labels."""
     import numpy as np
 
     with open(path, newline="") as file:
@@ -61,7 +61,7 @@ def read(path: str) -> tuple[dict[str, Any], Any]:
 
 
 def feature_columns() -> tuple[list, list]:
-    """Columns of the wide and of the deep part."""
+    """Returns the feature columns of the wide and of the deep part."""
     import tensorflow as tf
 
     fc = tf.feature_column
@@ -90,7 +90,7 @@ def feature_columns() -> tuple[list, list]:
 
 
 def train(library: str, data: str, model_dir: str, seed: int) -> None:
-    """Trains and evaluates; leaves the metrics in `<model_dir>/result`."""
+    """Trains and evaluates; writes the metrics to `<model_dir>/result`."""
     import tensorflow as tf
 
     if library == "tfdist":
@@ -139,7 +139,7 @@ def train(library: str, data: str, model_dir: str, seed: int) -> None:
 
 
 def auc(command: Sequence[str], library: str, data: str, seed: int) -> float:
-    """The AUC of one training in a process of its own."""
+    """Trains a model in a new process and returns its AUC."""
     with tempfile.TemporaryDirectory() as directory:
         options = ["--train", library, "--data", data, "--seed", str(seed)]
         subprocess.run(
@@ -156,12 +156,12 @@ def auc(command: Sequence[str], library: str, data: str, seed: int) -> float:
 
 
 def main() -> None:
-    """Runs all of them, or (in a process that this started) one."""
+    """Runs all trainings or, in a process started by this program, one."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", required=True)
     parser.add_argument("--peer")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--train", help="for the processes that this starts")
+    parser.add_argument("--train", help="set in child processes only")
     parser.add_argument("--model_dir")
     parser.add_argument("--seed", type=int)
     flags = parser.parse_args()

@@ -1,19 +1,19 @@
-"""Steps per second when packets between tasks are delayed.
+"""Measures steps per second when packets between tasks are delayed.
 
     python -m benchmarks.links [--delays=0,0.25,1,5] [--mbit=0] [--rounds=3]
         [--only=small,wide_and_deep] [--steps=1500] [--read_ahead=0]
         [--against=DIR]
 
-Trains on 2 ps, 2 workers and a chief, each in a network of its own. A switch
-(see `benchmarks.networks`) keeps each packet for as many milliseconds, one way,
-and lets through so many Mbit/s from and to each task; 0: as many as it can.
-Delays take turns in each round, and so do several `--read_ahead` (see
-`RunConfig`) and another checkout, with `--against`, which reads nothing ahead.
+Trains on 2 ps, 2 workers and a chief, each in its own network. A switch (see
+`benchmarks.networks`) holds each packet for `--delays` milliseconds, one way,
+and limits the traffic from and to each task to `--mbit` Mbit/s (0: no limit).
+Each round runs every delay with every `--read_ahead` (see `RunConfig`), and
+with another checkout if `--against` names one, without reading ahead.
 
-Prints for each case and delay the median and the range of the steps per second,
-the share of one core that the switch uses, and the average time by which
-packets exceeded the delay. Prints for all but the first run with a delay also
-its speed relative to the first: the median and the range of the rounds' ratios.
+Prints, for each case and delay, the median and the range of the steps per
+second, the share of one core that the switch uses, and the average time by
+which packets exceeded the delay. If a delay has several runs, all but the first
+also show the median and the range of their speed relative to the first.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _WARM, _ROWS, _EXAMPLES = 500, 100_000, 2_000_000
 
 
 class Turn(NamedTuple):
-    """What one run is of; the delay is in ms."""
+    """The settings of a run; the delay is in ms."""
 
     name: str
     delay: float
@@ -55,7 +55,7 @@ class Turn(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What one run found: of the switch, the share of a core."""
+    """The results of a run; `switch` is the share of a core it used."""
 
     steps_per_sec: float
     switch: float
@@ -65,7 +65,7 @@ class Measured(NamedTuple):
 def run(
     name: str, case: dict[str, Any], joined: networks.Networks, cwd: str
 ) -> Measured:
-    """Trains a case by the checkout `cwd`."""
+    """Trains a case with the tfdist of the checkout `cwd`."""
     with tempfile.TemporaryDirectory() as directory:
         output = pathlib.Path(directory) / "output.json"
         told = {**case, "directory": directory, "output": str(output)}
@@ -75,7 +75,7 @@ def run(
             joined.join()
             samples = _wait(tasks, joined.switch_pid, directory)
         if not output.exists():
-            raise RunError(f"{name} left no result.")
+            raise RunError(f"{name} wrote no result.")
         rate, began, ended = _window(case, output)
         share = _cpu_share(samples, began, ended)
         return Measured(rate, share, joined.late_us)
@@ -84,7 +84,7 @@ def run(
 def _start(
     command: list[str], joined: networks.Networks, directory: str, cwd: str
 ) -> dict[str, subprocess.Popen[bytes]]:
-    """Starts every task, by its name, with an output of its own."""
+    """Starts all tasks, each with its own log; returns them by name."""
     names = [(job, i) for job, count in _JOBS.items() for i in range(count)]
     cluster: dict[str, list[str]] = collections.defaultdict(list)
     for number, (job, _) in enumerate(names):
@@ -107,7 +107,7 @@ def _start(
 def _wait(
     tasks: dict[str, subprocess.Popen[bytes]], switch: int, directory: str
 ) -> list[tuple[float, float]]:
-    """Until the chief has ended; CPU seconds of the switch by the time."""
+    """Waits for the chief; returns samples of the switch's CPU seconds."""
     samples = []
     deadline = time.monotonic() + TIMEOUT_SECS
     while tasks["chief:0"].poll() != 0:
@@ -125,7 +125,7 @@ def _wait(
 def _cpu_share(
     samples: list[tuple[float, float]], began: float, ended: float
 ) -> float:
-    """Of a core, between the samples that are the nearest to two times."""
+    """Returns the share of a core between the samples nearest to two times."""
     (first, before), (last, after) = (
         min(samples, key=lambda sample: abs(sample[0] - when))
         for when in (began, ended)
@@ -136,7 +136,7 @@ def _cpu_share(
 def _window(
     case: dict[str, Any], output: pathlib.Path
 ) -> tuple[float, float, float]:
-    """Steps per second; when the steps began and ended that were measured."""
+    """Returns the steps per second, and when they began and ended."""
     result = json.loads(output.read_text())
     if "secs" in result:
         began, secs = result["began"], result["secs"]
@@ -147,7 +147,7 @@ def _window(
 
 
 def _case(turn: Turn, steps: int, data: str, seed: int) -> dict[str, Any]:
-    """What the tasks are told."""
+    """Returns the arguments of the tasks."""
     ahead = {"read_ahead": turn.read_ahead} if turn.read_ahead else {}
     if turn.name == "wide_and_deep":
         case = {"rows": _ROWS, "data": data, "seed": seed, "warm": _WARM}
@@ -161,7 +161,7 @@ def _case(turn: Turn, steps: int, data: str, seed: int) -> dict[str, Any]:
 
 
 def _write_clicks(directory: str) -> None:
-    """By another process: TensorFlow's threads would forbid new networks."""
+    """Writes data in a subprocess, as TF threads prevent new networks."""
     arguments = f"{directory!r}, {_ROWS}, {_EXAMPLES}"
     program = f"from benchmarks import clicks; clicks.write({arguments})"
     commands.run([sys.executable, "-c", program])
@@ -192,13 +192,13 @@ def main() -> None:
                 case = _case(turn, args.steps, directory, seed)
                 found[turn].append(run(turn.name, case, joined, turn.checkout))
     if not joined.real_time:
-        print("The switch may not go before other processes: expect delays.")
+        print("The switch has no real-time priority: expect extra delays.")
     for turn in _turns(args):
         _show(turn, found)
 
 
 def _turns(args: argparse.Namespace) -> list[Turn]:
-    """The runs of a round."""
+    """Returns the runs of a round."""
     others = [(ahead, str(ROOT)) for ahead in args.read_ahead]
     others += [(0, args.against)] if args.against else []
     return [
@@ -245,11 +245,11 @@ def _options() -> argparse.Namespace:
     args.read_ahead = [int(ahead) for ahead in args.read_ahead.split(",")]
     args.only = args.only.split(",")
     if args.against and not pathlib.Path(args.against, "benchmarks").is_dir():
-        parser.error(f"--against={args.against} is no checkout of tfdist.")
+        parser.error(f"--against={args.against} is not a checkout of tfdist.")
     if unknown := set(args.only) - set(CASES):
         parser.error(
-            f"--only names {', '.join(sorted(unknown))}; there are "
-            f"{', '.join(CASES)}."
+            f"--only has unknown cases: {', '.join(sorted(unknown))}. The "
+            f"cases are: {', '.join(CASES)}."
         )
     return args
 

@@ -1,16 +1,16 @@
-"""Time of a batch of the deep-LSTM translator, by micro-batches.
+"""Measures the time per batch of the deep-LSTM translator, by micro-batches.
 
     python -m benchmarks.pipeline [--picture=schedule.png]
 
-Four LSTM layers, two on each of two devices, against both stages on one device
-and the batch in one part. A device is a CPU core: an op has one thread, but in
-the last row, where the one device has both cores. Each model has a process of
-its own; they take turns, a round of batches each. Beside the median of the
-rounds: the speed over one device, and the best that the bubble of the schedule,
-(S - 1) / (M + S - 1), would allow.
+Compares four LSTM layers, two on each of two devices, with both stages on one
+device and undivided batches. A device is a CPU core (ops run on one thread),
+except in the last row, where a single device has both cores. Each model runs in
+a separate process; the processes take turns, one round of batches at a time.
+Columns: the median time over the rounds, the speed relative to one device, and
+the ideal speed given the bubble of the schedule, (S - 1) / (M + S - 1).
 
-The picture shows what was measured of one batch: which device had which
-micro-batch when.
+The picture shows the measured schedule of one batch: when each device worked on
+each micro-batch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _STAGES = 2
 
 
 def main() -> None:
-    """Prints a row for each model; draws the picture."""
+    """Prints a row for each model and draws the picture."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--micro_batches", default="1,2,4,8")
     parser.add_argument("--units", type=int, default=128)
@@ -95,7 +95,7 @@ def main() -> None:
 
 
 class _Child:
-    """A process with one model, which works when it is asked to."""
+    """A process that runs one model on request."""
 
     def __init__(self, case: dict[str, int]) -> None:
         self.case = case
@@ -125,10 +125,10 @@ class _Child:
 
 
 def _serve(args: argparse.Namespace) -> None:
-    """The child: answers on standard output, a line of JSON each."""
+    """Serves requests in a child process, one line of JSON per answer."""
     case = json.loads(args.case)
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # What libraries print is no answer.
+    os.dup2(2, 1)  # Output of libraries must not mix with answers.
     tf.config.threading.set_intra_op_parallelism_threads(case["threads"])
     tf.config.threading.set_inter_op_parallelism_threads(_STAGES)
     tf.config.set_logical_device_configuration(
@@ -160,7 +160,7 @@ def _serve(args: argparse.Namespace) -> None:
 def _model(
     units: int, case: dict[str, int], vocabulary: int, length: int
 ) -> Pipeline:
-    """Four layers on the devices that there are; two stages share one."""
+    """Builds four layers in two stages, which may share a device."""
     layers = translator.stages(4, units, vocabulary)
     model = Pipeline(
         translator.inputs(length),
@@ -173,7 +173,7 @@ def _model(
 
 
 def _draw(path: str, timelines: dict[int, list[dict[str, Any]]]) -> None:
-    """A row of boxes for each device, a panel for each schedule."""
+    """Draws a panel for each schedule, with a row of boxes per device."""
     import matplotlib
 
     matplotlib.use("Agg")

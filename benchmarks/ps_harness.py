@@ -10,7 +10,7 @@ import sys
 import tempfile
 from typing import Any
 
-# Examples in a step, ids in an example, length of a table's row.
+# Examples per step, ids per example, width of an embedding table.
 BATCH, IDS, DIM = 256, 8, 16
 
 
@@ -20,7 +20,7 @@ def run_cluster(
     task: str = "benchmarks.ps_task",
     ps: int = 2,
 ) -> dict[str, Any]:
-    """Runs `case` on some ps and workers; returns what the chief measured."""
+    """Runs `case` on a cluster and returns the results of the chief."""
     with tempfile.TemporaryDirectory() as directory:
         output = pathlib.Path(directory) / "result.json"
         command = [
@@ -43,7 +43,7 @@ def run_cluster(
 
 
 def median_and_range(values: list[float]) -> str:
-    """`median (least-most)` of some runs."""
+    """Formats measurements as `median (minimum-maximum)`."""
     return (
         f"{statistics.median(values):7.1f} "
         f"({min(values):.0f}-{max(values):.0f})"

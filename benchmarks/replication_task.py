@@ -1,11 +1,11 @@
-"""One task of `benchmarks.replication`.
+"""Runs one task of `benchmarks.replication`.
 
     python -m benchmarks.replication_task JSON
 
-Workers and ps serve, the chief measures. For the other form it starts as many
-clients: processes of this program that are told their `index`, do what a line
-on standard input says and answer with a line on standard output. They need
-nobody's server but the parameter servers'.
+Workers and ps serve; the chief measures. For between-graph replication, the
+chief also starts a client per worker: a process of this program that receives
+its `index` in JSON, reads requests from standard input and writes the answers
+to standard output, one per line. Clients use only the parameter servers.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from tfdist.training.loop import automatic_steps_per_dispatch, run_steps_ahead
 from tfdist.training.step import ModelStep
 
 _COMMON = {"who": "tfdist", "optimizer": "adagrad", "rows": 100_000}
-_MANY = 1 << 40  # More steps than are ever run.
+_MANY = 1 << 40  # More steps than the benchmark ever runs.
 
 
 class _EmptyStep:
-    """Does nothing with its batch, as `run_steps_ahead` wants it."""
+    """A step for `run_steps_ahead` that ignores its batch."""
 
     staleness = None  # Nothing is updated.
 
@@ -89,14 +89,14 @@ def _no_examples(context: tf.distribute.InputContext) -> tf.data.Dataset:
 def _scenario(
     name: str, scope: Callable[[], Any]
 ) -> tuple[Any, tf.Variable, InputFn, int]:
-    """The same for both forms.
+    """Builds a scenario, for the coordinator or a client.
 
     Args:
         name: One of `SCENARIOS`.
-        scope: Says where its variables live.
+        scope: Returns the context that places the variables.
 
     Returns:
-        The step, `global_step`, the data, and the steps in a dispatch.
+        The step, `global_step`, the input function, and the steps per dispatch.
     """
     if name == "empty":
         with scope():
@@ -115,7 +115,7 @@ def _scenario(
 
 
 class _Coordinated:
-    """The coordinator and its workers."""
+    """Runs the scenarios with a coordinator and its workers."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -124,7 +124,7 @@ class _Coordinated:
         self._rates: dict[str, float] = {}
 
     def build(self, name: str) -> int:
-        """Makes the loops of a scenario; returns the steps in a dispatch."""
+        """Builds the loops of a scenario; returns the steps per dispatch."""
         step, global_step, examples, full = _scenario(
             name,
             functools.partial(
@@ -140,19 +140,19 @@ class _Coordinated:
                 num_workers=self._cluster.num_workers,
                 steps_per_dispatch=size,
             )
-            for _ in range(2):  # Both trace.
+            for _ in range(2):  # Each call traces.
                 self._loops[form].run(5 * full)
             self._rates[form] = self._timed(form, 5 * full)
         return full
 
     def rate(self, form: str, secs: float) -> float:
-        """Steps per second of about so many seconds."""
+        """Returns the steps per second, measured over about `secs` seconds."""
         steps = max(10, int(secs * self._rates[form] / 10)) * 10
         self._rates[form] = self._timed(form, steps)
         return self._rates[form]
 
     def _timed(self, form: str, steps: int) -> float:
-        """As the session does: others are under way before and after."""
+        """Measures between other steps in flight, as in a session."""
         loop = self._loops[form]
         loop.run(10, ahead=_MANY)
         start = time.monotonic()
@@ -163,7 +163,7 @@ class _Coordinated:
 
 
 class _Clients:
-    """The processes of the other form, as the chief sees them."""
+    """The chief's handle on the client processes, which run the scenarios."""
 
     def __init__(self, case: dict[str, Any], cluster: Cluster) -> None:
         self._processes = [
@@ -180,7 +180,7 @@ class _Clients:
         ]
 
     def build(self, name: str) -> None:
-        """The first client initializes the variables, as TF1's chief did."""
+        """Builds a scenario; client 0 initializes it, as TF1's chief did."""
         first, *others = self._processes
         for group in ([first], others):
             for process in group:
@@ -191,13 +191,13 @@ class _Clients:
             self.rate(form, 0.2)  # Traces.
 
     def rate(self, form: str, secs: float) -> float:
-        """Steps per second of all of them together."""
+        """Returns the total steps per second of all clients."""
         for process in self._processes:
             self._send(process, ["rate", form, secs])
         return sum([self._answer(process) for process in self._processes])
 
     def check(self) -> None:
-        """Raises unless the ps have counted what the clients have done."""
+        """Exits with an error unless ps and clients counted the same steps."""
         done, counted = 0, set()
         for process in self._processes:
             self._send(process, ["count"])
@@ -225,10 +225,9 @@ class _Clients:
 
 
 class _Shared(UninitializedVariable):
-    """A variable that every client finds by its name.
+    """A variable that all clients share by its name.
 
-    TensorFlow allows no such name where it executes eagerly, except in the
-    operation itself.
+    In eager mode, TensorFlow allows a `shared_name` only in the raw op.
     """
 
     def __init__(self, like: tf.Variable, device: str, name: str) -> None:
@@ -239,7 +238,7 @@ class _Shared(UninitializedVariable):
             self._named = tf.raw_ops.VarHandleOp(
                 shape=like.shape, dtype=like.dtype, shared_name=name
             )
-        # Tells functions the shape of what they read.
+        # Functions need the shape of the values that they read.
         self._named._handle_data = super().handle._handle_data
 
     @property
@@ -248,14 +247,15 @@ class _Shared(UninitializedVariable):
 
 
 class _Sharing:
-    """Makes variables that belong to all clients, in turns on the ps.
+    """Creates variables that all clients share, on the ps in turn.
 
-    Slots are beside their variable; those of metrics stay here.
+    Slots are placed with their variable; metric variables stay in the client.
 
     Args:
-        name: Of the scenario, in front of the names.
+        name: Name of the scenario, a prefix of the variables' names.
         num_ps: Number of parameter servers.
-        initializes: Whether this client does it. The others must come later.
+        initializes: Whether this client initializes the variables. The other
+            clients must create them later.
     """
 
     def __init__(self, name: str, num_ps: int, initializes: bool) -> None:
@@ -270,7 +270,7 @@ class _Sharing:
         colocate_with: tf.Variable | None = None,
         **kwargs: Any,
     ) -> tf.Variable:
-        """For `tf.variable_creator_scope`."""
+        """Creates a variable; a creator for `tf.variable_creator_scope`."""
         here = next_creator(**kwargs)
         if here.synchronization is tf.VariableSynchronization.ON_READ:
             return here
@@ -286,7 +286,7 @@ class _Sharing:
 
 
 class _Client:
-    """A client's own side."""
+    """A client, in its own process."""
 
     def __init__(self, case: dict[str, Any], cluster: Cluster) -> None:
         self._index = case["index"]
@@ -306,7 +306,7 @@ class _Client:
         ]
 
     def build(self, name: str) -> None:
-        """Finds or makes the variables of a scenario."""
+        """Creates or finds the variables of a scenario."""
         sharing = _Sharing(name, self._cluster.num_ps, self._index == 0)
         with tf.variable_creator_scope(sharing.create):
             step, self._global_step, examples, full = _scenario(
@@ -331,14 +331,14 @@ class _Client:
         self._iterator = iter(examples(context))
 
     def rate(self, form: str, secs: float) -> float:
-        """Steps per second of this client."""
+        """Returns the steps per second of this client."""
         function, size = self._forms[form]
         first_step = tf.constant(0, tf.int64)
         generation = tf.constant(0.0)
         call = functools.partial(
             function, self._iterator, first_step, generation
         )
-        call()  # Traces, maybe.
+        call()  # The first call traces.
         steps, start = 0, time.monotonic()
         while (now := time.monotonic()) < start + secs:
             call().numpy()
@@ -348,7 +348,7 @@ class _Client:
         return steps / (now - start)
 
     def count(self) -> tuple[int, int]:
-        """Steps of this client, and of all."""
+        """Returns the number of steps of this client, and of all clients."""
         return self._done, int(self._global_step.numpy())
 
 
@@ -358,15 +358,15 @@ def _dispatch(
     generations: Generations,
     tickets: tf.Variable | None,
 ) -> Callable[..., tf.Tensor]:
-    """What a client calls again and again.
+    """Returns the `tf.function` that a client calls in a loop.
 
     Args:
         step: The step.
-        size: How many of them.
-        generations: What the updates pass.
-        tickets: Counts dispatches, on a server: no two clients have the same
-            steps, and none goes beyond the last one. None for neither this
-            nor `generations`: TF1 had neither.
+        size: Number of steps per dispatch.
+        generations: Source of the fence that updates pass.
+        tickets: Counter of dispatches, on a ps, which prevents clients from
+            running the same steps or going beyond the last one. `None`: no
+            counter and no fence, as in TF1.
     """
 
     @functools.partial(tf.function, autograph=False)
@@ -386,7 +386,7 @@ def _dispatch(
 
 
 def main() -> None:
-    """Serves, measures, or is a client."""
+    """Runs a server, the measurement or a client."""
     case = json.loads(sys.argv[1])
     cluster = Cluster.from_env()
     if "index" in case:
@@ -401,7 +401,7 @@ def main() -> None:
 
 def _serve_client(case: dict[str, Any], cluster: Cluster) -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # What libraries print is no answer.
+    os.dup2(2, 1)  # Output of libraries must not mix with answers.
     client = _Client(case, cluster)
     for line in sys.stdin:
         what, *args = json.loads(line)
@@ -410,7 +410,7 @@ def _serve_client(case: dict[str, Any], cluster: Cluster) -> None:
 
 
 def _measure(case: dict[str, Any], cluster: Cluster) -> dict[str, Any]:
-    """Steps in a dispatch, and rates by form, of each scenario."""
+    """Returns the steps per dispatch and the rates of each scenario."""
     clients = _Clients(case, cluster)
     coordinated = _Coordinated(cluster)
     results = {}
@@ -428,7 +428,7 @@ def _measure(case: dict[str, Any], cluster: Cluster) -> dict[str, Any]:
                     rates.setdefault(f"{kind} {form}", []).append(
                         who.rate(form, case["secs"])
                     )
-        if name != "empty":  # Which counts nothing.
+        if name != "empty":  # The empty step does not count.
             clients.check()
         results[name] = {"steps_per_dispatch": full, "rates": rates}
     clients.end()

@@ -1,4 +1,4 @@
-"""The page that `python -m benchmarks.run` writes from its results."""
+"""Writes the report of `python -m benchmarks.run` from its results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OWN, _LIMIT, _OTHER = "#0072B2", "#999999", "#D55E00"
 
 
 def machine(environments: Environments) -> dict[str, str]:
-    """Where and with what all was measured."""
+    """Returns the machine, commit and package versions of this run."""
     info = pathlib.Path("/proc/cpuinfo").read_text()
     models = [x.partition(":")[2] for x in info.splitlines() if "model n" in x]
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -50,22 +50,22 @@ def write(
     """Writes `report.md` and, where matplotlib is installed, its plots.
 
     Args:
-        directory: Where they go.
-        about: What `machine` returned.
-        results: `Result`s as dictionaries, by scenario; each also has "about",
-            which says when and how it was measured.
+        directory: Folder for the report and its plots.
+        about: Result of `machine`.
+        results: `Result`s as dictionaries, by scenario. The additional key
+            "about" holds when and how the scenario was measured.
 
     Returns:
-        The path of the page.
+        The path of the report.
     """
     parts = ["# Benchmarks", _table(["", ""], [list(x) for x in about.items()])]
     parts.append(
-        "Figures are medians over the rounds, with least and most in brackets; "
-        "contenders took turns, A B A B."
+        "Figures are medians over the rounds, with the range in brackets. The "
+        "contenders took turns (A B A B)."
     )
     rows = [row for bar in BARS if (row := _bar_row(bar, results))]
     if rows:
-        header = ["must show", "ratio", "measured", "asked", ""]
+        header = ["no.", "ratio", "measured", "required", ""]
         parts += ["## Ratios", _table(header, rows)]
     for name, result in results.items():
         parts += _scenario(directory, name, result)
@@ -75,7 +75,7 @@ def write(
 
 
 def _bar_row(bar: Bar, results: Results) -> list[str] | None:
-    """None where nothing of the bar's scenario was measured."""
+    """Returns a table row; None if the bar's scenario was not measured."""
     if bar.figure.scenario not in results:
         return None
     value = bar.value(results)
@@ -84,7 +84,7 @@ def _bar_row(bar: Bar, results: Results) -> list[str] | None:
     else:
         told = bar.told(value)
         verdict = "met" if bar.is_met(value) else "**missed**"
-    return [str(bar.number), bar.text, told, f"asked: {bar.asked()}", verdict]
+    return [str(bar.number), bar.text, told, bar.asked(), verdict]
 
 
 def _scenario(
@@ -109,10 +109,10 @@ def _scenario(
 def _by_table(
     figures: Sequence[Mapping[str, Any]],
 ) -> dict[str, list[dict[str, Any]]]:
-    """Parts that tasks have in a measure get a table of their own.
+    """Splits figures into tables: each measure given by task gets its own.
 
     Returns:
-        What stands behind the case in a table's title, to its figures.
+        A dict from suffixes of the tables' titles to the tables' figures.
     """
     tables: dict[str, list[dict[str, Any]]] = {}
     for figure in figures:
@@ -124,7 +124,7 @@ def _by_table(
 
 
 def _measures(title: str, figures: Sequence[Mapping[str, Any]]) -> str:
-    """A row for each contender, a column for each measure."""
+    """Returns a table with a row per contender and a column per measure."""
     measures = list(dict.fromkeys(f["measure"] for f in figures))
     rows: dict[str, dict[str, str]] = {}
     for figure in figures:
@@ -140,7 +140,7 @@ def _measures(title: str, figures: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _spread(values: Sequence[float]) -> str:
-    """Median, least and most, to three digits or as many as there are."""
+    """Formats the median and, for several values, the range."""
     median = _number(statistics.median(values))
     if len(values) == 1:
         return median
@@ -177,7 +177,7 @@ def _plot(
 
 
 def _curves(pyplot: Any, result: Mapping[str, Any]) -> Any:
-    """The curve of each contender, and the same over the cases."""
+    """Plots a curve for each contender, along a measure and over the cases."""
     along, drawn = result["curve"]
     figure, (left, right) = pyplot.subplots(
         1, 2, sharey=True, figsize=(9, 3.5), layout="constrained"
@@ -200,7 +200,7 @@ def _curves(pyplot: Any, result: Mapping[str, Any]) -> Any:
 
 
 def _all_bars(pyplot: Any, result: Mapping[str, Any]) -> Any:
-    """The first measure of each case."""
+    """Plots the first measure of each case."""
     groups = []
     for case in dict.fromkeys(f["case"] for f in result["figures"]):
         figures = [f for f in result["figures"] if f["case"] == case]
@@ -219,7 +219,7 @@ def _all_bars(pyplot: Any, result: Mapping[str, Any]) -> Any:
 
 
 def _bars(axis: Any, figures: Sequence[Mapping[str, Any]]) -> None:
-    """A bar for each contender, with its range; limits may be cut."""
+    """Draws a bar for each contender, with its range; limits may be cut off."""
     medians = [statistics.median(f["values"]) for f in figures]
     pairs = list(zip(medians, figures, strict=True))
     axis.barh(

@@ -1,16 +1,16 @@
-"""Steps per second and bytes per step against the size of a table.
+"""Measures steps per second and bytes per step by the size of a table.
 
     python -m benchmarks.tables [--rows=10000,1000000] [--optimizers=adagrad]
 
-Looks up 8 ids per example, 256 examples a step, on 2 ps and 2 workers in a
+Each step looks up 8 ids for each of 256 examples, on 2 ps and 2 workers in a
 private network, with tfdist and with Keras' own layer and optimizer in a plain
-`ClusterCoordinator` loop. Bytes are those on the loopback interface of that
-network, which only the cluster uses, over the least that could travel: unique
-rows and dense variables, down and up.
+`ClusterCoordinator` loop. Bytes are counted on the loopback interface of that
+network, which only the cluster uses. "over least" is their ratio to the minimum
+possible traffic: unique rows and dense variables, down and up.
 
-Before that, how even the work is on 4 ps by each `partition_strategy`: rows
-that each has served of a table of 100,000, to batches of 4,096 ids by Zipf's
-law (1.05), counted on the servers.
+Before that, the benchmark measures how evenly each `partition_strategy` spreads
+the work over 4 ps: the servers count the rows they serve of a table of 100,000,
+for batches of 4,096 ids drawn by Zipf's law (exponent 1.05).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks.ps_harness import IDS, median_and_range, run_cluster
 
 
 def load(strategy: str) -> float:
-    """Rows of a table that the fullest of 4 ps serves, over their mean."""
+    """Returns the rows served by the busiest of 4 ps, divided by the mean."""
     case = {"model": "table", "who": "tfdist", "optimizer": "none"}
     case |= {"rows": 100_000, "zipf": 1.05, "batch": 4096 // IDS, "shards": 4}
     case |= {"partition_strategy": strategy, "steps": 100, "repeats": 1}
@@ -31,7 +31,7 @@ def load(strategy: str) -> float:
 
 
 def main() -> None:
-    """Runs every case in a cluster of its own and prints a row."""
+    """Runs each case in a new cluster and prints a row for it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", default="10000,100000,1000000,10000000")
     parser.add_argument("--optimizers", default="adagrad,adam")
@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--stock_steps", type=int, default=40)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--load", action="store_true", help="that alone")
+    parser.add_argument("--load", action="store_true", help="only the load")
     args = parser.parse_args()
     for strategy in ("div", "balanced"):
         print(f"{strategy:<9} fullest of 4 ps over mean {load(strategy):.3f}")

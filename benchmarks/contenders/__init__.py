@@ -1,1 +1,1 @@
-"""The measured programs: each is one task of a cluster, or one process."""
+"""The measured programs: each runs one task of a cluster, or alone."""

@@ -2,8 +2,8 @@
 
     python -m benchmarks.contenders.checkpoint JSON
 
-One task of a cluster on parameter servers, or one process. `who` in the JSON is
-the library: "tfdist", or "tensorflow" for `tf.train.Checkpoint`.
+Runs one task of a cluster with parameter servers, or a single process. The key
+`who` names the library: "tfdist", or "tensorflow" for `tf.train.Checkpoint`.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from tfdist.embeddings.layer import PartitionedEmbedding
 from tfdist.placement.scope import placed_scope
 from tfdist.training import optimizers
 
-# So many saves that their median is not one of the first, which are slow: their
-# CPU is as high as their seconds, whoever saves.
+# With this many saves, the median is not one of the first ones, which are slow
+# in both libraries: they are limited by CPU time.
 SHARDS, SAVES = 20, 11
 
 
 def model_of(rows: int) -> keras.Model:
-    """The table alone, under an optimizer without slots."""
+    """Builds a model of only the table, with an optimizer without slots."""
     ids = keras.Input([1], dtype="int32")
     table = PartitionedEmbedding(rows, DIM, num_shards=SHARDS)
     model = keras.Model(ids, table(ids))
@@ -48,7 +48,7 @@ def model_of(rows: int) -> keras.Model:
 def saving(
     who: str, directory: str, model: keras.Model
 ) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """What saves, and what restores."""
+    """Returns a function that saves and one that restores."""
     if who == "tfdist":
         variables = checkpoints.named_variables(model)
         saver = checkpoints.Checkpoints(directory, variables)
@@ -64,14 +64,14 @@ def saving(
 
 
 def seconds(call: Callable[[], Any]) -> float:
-    """How long a call takes."""
+    """Returns how long a call takes."""
     start = time.monotonic()
     call()
     return time.monotonic() - start
 
 
 def main() -> None:
-    """Serves, or saves as the chief."""
+    """Runs a server or, as the chief, the measurement."""
     case = json.loads(sys.argv[1])
     cluster = Cluster.from_env()
     if cluster.role == "local":

@@ -1,8 +1,8 @@
-"""The AUC of a wide-and-deep model during training with tfdist's public API.
+"""Measures AUC by step of a wide-and-deep model, with tfdist's public API.
 
     python -m benchmarks.contenders.convergence JSON
 
-One task of a cluster, or one process.
+Runs one task of a cluster, or a single process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from benchmarks.contenders.wide_and_deep_tfdist import estimator, input_fn
 
 
 class Aucs(tfdist.Exporter):
-    """Exports nothing and keeps the AUC of each evaluation."""
+    """Records the AUC of each evaluation instead of exporting."""
 
     def __init__(self) -> None:
         super().__init__("none")
@@ -33,24 +33,24 @@ class Aucs(tfdist.Exporter):
         eval_result: dict[str, float],
         is_the_final_export: bool,
     ) -> None:
-        """Keeps the AUC."""
+        """Records the AUC."""
         step = int(eval_result["global_step"])
         self.by_step[step] = float(eval_result["auc"])
 
 
 class Seconds(tfdist.CheckpointSaverListener):
-    """How long the steps until each checkpoint took, evaluations left out."""
+    """Records the time in steps up to each checkpoint, without evaluations."""
 
     def __init__(self) -> None:
         self.by_step: dict[int, float] = {}
 
     def after_save(self, session: Any, global_step_value: int) -> None:
-        """Keeps the seconds."""
+        """Records the seconds."""
         self.by_step[global_step_value] = session.secs_in_steps
 
 
 def main() -> None:
-    """Does this task's part; the chief writes the AUCs."""
+    """Runs this task; the chief writes the AUCs."""
     case = json.loads(sys.argv[1])
     steps = case["points"] * case["every"]
     aucs, seconds = Aucs(), Seconds()

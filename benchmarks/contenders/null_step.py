@@ -1,10 +1,10 @@
-"""Steps that only pull and push: tfdist, or Keras 3 in a coordinator loop.
+"""Measures steps that only pull and push variables: tfdist or plain Keras 3.
 
     python -m benchmarks.contenders.null_step JSON
 
-One task of a cluster on parameter servers, or one process, where tfdist runs
-the same steps on its own variables. The chief measures each of
-`benchmarks.scenarios.null_step`'s cases in turn.
+Runs one task of a cluster with parameter servers, or a single process, where
+tfdist runs the same steps on local variables. Keras 3 runs in a coordinator
+loop. The chief measures the cases of `benchmarks.scenarios.null_step` in turn.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from tfdist.training.step import ModelStep
 def measure(
     run: Callable[[int], Any], secs: float, num_workers: int
 ) -> dict[str, Any]:
-    """What about so many seconds of steps use."""
-    chunk = 20 * max(1, num_workers)  # Some dispatches for each worker.
-    for _ in range(3):  # Traces; then the speed.
+    """Returns the resources used by about `secs` seconds of steps."""
+    chunk = 20 * max(1, num_workers)  # Several dispatches per worker.
+    for _ in range(3):  # The first run traces; the last gives the speed.
         start = time.monotonic()
         run(chunk)
         each = (time.monotonic() - start) / chunk
@@ -43,7 +43,7 @@ def measure(
 
 
 def local_runner(case: dict[str, Any]) -> Callable[[int], Any]:
-    """What runs a number of steps in this process."""
+    """Returns a function that runs a number of steps in this process."""
     global_step = tf.Variable(0, dtype=tf.int64, trainable=False)
     model = ps_task.model_fn(case)
     optimizers.build(model.optimizer, model.trainable_variables)
@@ -55,7 +55,7 @@ def local_runner(case: dict[str, Any]) -> Callable[[int], Any]:
 
 
 def main() -> None:
-    """Serves, or measures as the chief."""
+    """Runs a server or, as the chief, the measurement."""
     told = json.loads(sys.argv[1])
     cluster = Cluster.from_env()
     if cluster.role in ("ps", "worker"):

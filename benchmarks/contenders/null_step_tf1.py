@@ -1,10 +1,10 @@
-"""The same steps with TF1's clients: between-graph replication with sessions.
+"""Measures the null step with TF1's between-graph replication and sessions.
 
     python -m benchmarks.contenders.null_step_tf1 JSON
 
-One task of a cluster; chief and workers train. `tf.compat.v1` as TF 2.21 has
-it: graphs, `replica_device_setter`, optimizers whose updates run on the
-parameter servers. Sessions are bare, without hooks.
+Runs one task of a cluster; chief and workers train. The program uses the
+`tf.compat.v1` of TF 2.21: graphs, `replica_device_setter`, and optimizers whose
+updates run on the parameter servers. Sessions have no hooks.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Meeting:
     """A barrier for all tasks, which can be used once per name.
 
     Args:
-        directory: That all share.
-        own: The name of this task.
-        number: How many come.
+        directory: Folder that all tasks share.
+        own: Name of this task.
+        number: Number of tasks.
     """
 
     def __init__(self, directory: str, own: str, number: int) -> None:
@@ -40,23 +40,23 @@ class Meeting:
         self._own, self._number = own, number
 
     def __call__(self, name: str) -> None:
-        """Comes, and waits.
+        """Waits until all tasks have reached the barrier `name`.
 
         Raises:
-            TimeoutError: not all came.
+            TimeoutError: If some task has not reached it in time.
         """
         (self._directory / f"{name}.{self._own}").touch()
         deadline = time.monotonic() + _WAIT_SECS
         while len(list(self._directory.glob(f"{name}.*"))) < self._number:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"Not all came to {name}.")
+                raise TimeoutError(f"Not all tasks reached {name}.")
             time.sleep(0.01)
 
 
 def train_op(
     case: dict[str, Any], scope: str, step: tf.Variable
 ) -> tuple[Any, Any]:
-    """One step of a case, in the default graph, and its loss."""
+    """Adds a step of a case to the default graph; returns the op and loss."""
     examples = ps_task.input_fn(case["rows"], case.get("batch", BATCH))
     dataset = examples(tf.distribute.InputContext())
     ids, _ = tf1.data.make_one_shot_iterator(dataset).get_next()
@@ -104,10 +104,10 @@ class Trainer:
     """A task that trains.
 
     Args:
-        told: What the scenario says.
+        told: Settings from the scenario.
         spec: The cluster.
-        job: Of this task.
-        index: Of this task.
+        job: Job of this task.
+        index: Index of this task.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Trainer:
         self._server = tf.distribute.Server(spec, job, index, protocol="grpc")
 
     def measure(self, name: str, case: dict[str, Any]) -> dict[str, Any]:
-        """What steps of a case use; empty if this is not the chief."""
+        """Returns the resources a case uses; empty except on the chief."""
         scope = name.replace(" ", "_").replace(",", "")
         setter = tf1.train.replica_device_setter(
             cluster=self._spec, worker_device=self._device
@@ -168,12 +168,12 @@ class Trainer:
 
 
 def main() -> None:
-    """Serves, or trains; the chief writes what it measured."""
+    """Runs a server or trains; the chief writes the results."""
     told = json.loads(sys.argv[1])
     tf1.disable_eager_execution()
     config = json.loads(os.environ["TF_CONFIG"])
     job, index = config["task"]["type"], config["task"]["index"]
-    # The chief trains, too, so that there may be a worker too many.
+    # The chief trains as well, so the cluster may have a worker too many.
     cluster, workers = config["cluster"], told["trainers"] - 1
     cluster["worker"] = cluster["worker"][:workers]
     if job == "worker" and index >= workers:

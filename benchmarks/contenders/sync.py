@@ -1,11 +1,11 @@
-"""Synchronous training of a dense model: tfdist, or Keras' own `fit`.
+"""Trains a dense model synchronously, with tfdist or Keras' own `fit`.
 
     python -m benchmarks.contenders.sync JSON
 
-One process of an all-reduce job, or a single process. The JSON's `who` is
-"tfdist" (as many processes as replicas), "mirrored" (Keras 3's `fit` under
-`MirroredStrategy`, replicas being logical CPUs), or "tf_keras" (its `fit` under
-`MultiWorkerMirroredStrategy`).
+Runs one process of an all-reduce job, or a single process. The key `who` is
+"tfdist" (one process per replica), "mirrored" (Keras 3's `fit` under
+`MirroredStrategy`, with logical CPUs as replicas), or "tf_keras" (the `fit` of
+`tf_keras` under `MultiWorkerMirroredStrategy`).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import tensorflow as tf
 
 from benchmarks import counters
 
-BATCH, WIDTH = 256, 256  # Examples of a replica's step; of each layer.
+BATCH, WIDTH = 256, 256  # Batch size per replica; width of each layer.
 
 
 def model_of(keras: Any) -> Any:
-    """Three hidden layers, compiled."""
+    """Builds and compiles a model with three hidden layers."""
     layers = [keras.layers.Dense(WIDTH, "relu") for _ in range(3)]
     model = keras.Sequential(
         [keras.Input([WIDTH]), *layers, keras.layers.Dense(1)]
@@ -33,14 +33,14 @@ def model_of(keras: Any) -> Any:
 
 
 def batches(size: int) -> tf.data.Dataset:
-    """The same batch again and again: reading costs nothing."""
+    """Repeats a single batch, so that reading costs nothing."""
     x = tf.random.stateless_normal([size, WIDTH], [1, 2])
     y = tf.reduce_mean(x, axis=1, keepdims=True)  # A sum would diverge.
     return tf.data.Dataset.from_tensors((x, y)).repeat()
 
 
 def by_tfdist(case: dict[str, Any]) -> dict[str, Any] | None:
-    """Each process has batches of its own size."""
+    """Trains with tfdist; each process reads the batches of its replica."""
     import keras
 
     import tfdist
@@ -67,7 +67,7 @@ def by_fit(
     case: dict[str, Any],
     batch: int,
 ) -> dict[str, Any]:
-    """Two epochs of Keras' own trainer, the second of which is measured."""
+    """Runs two epochs of Keras' own `fit` and measures the second."""
     usages = []
 
     class Window(keras.callbacks.Callback):
@@ -87,7 +87,7 @@ def by_fit(
 
 
 def by_mirrored(case: dict[str, Any]) -> dict[str, Any]:
-    """Replicas are logical CPUs; the batch is that of all."""
+    """Trains on logical CPUs; the batch is global, for all replicas."""
     import keras
 
     replicas = case["replicas"]
@@ -102,7 +102,7 @@ def by_mirrored(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def by_tf_keras(case: dict[str, Any]) -> dict[str, Any] | None:
-    """The batch is that of all; each process reads what the others do."""
+    """Trains with `tf_keras`; all processes read the same global batches."""
     import tf_keras
 
     if case["replicas"] == 1:
@@ -116,7 +116,7 @@ def by_tf_keras(case: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def main() -> None:
-    """Trains; the chief writes what it measured."""
+    """Trains; the chief writes the results."""
     case = json.loads(sys.argv[1])
     used = {
         "tfdist": by_tfdist,

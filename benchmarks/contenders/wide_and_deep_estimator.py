@@ -1,8 +1,8 @@
-"""Wide and deep with TF 2.15.1's Estimator, between-graph replicated.
+"""Trains wide and deep with TF 2.15.1's Estimator, replicated between graphs.
 
     python -m benchmarks.contenders.wide_and_deep_estimator JSON
 
-Chief and workers train; each begins at once. Runs under TensorFlow 2.15.
+Chief and workers train, and start without delay. Requires TensorFlow 2.15.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ _START_SECS = 120.0
 
 
 class Together(tf.estimator.SessionRunHook):
-    """Waits after the first step until everyone who trains has made one."""
+    """Waits after the first step until each training task has run one."""
 
     def __init__(self, directory: str, names: list[str], own: str) -> None:
         self._files = [pathlib.Path(directory, f"{n}.up") for n in names]
         self._own = pathlib.Path(directory, f"{own}.up")
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
-        """Shows itself and looks for the others, once."""
+        """Signals the other tasks and waits for them, once."""
         if not self._files:
             return
         self._own.touch()
         deadline = time.monotonic() + _START_SECS
         while not all(file.exists() for file in self._files):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"Not all came of {self._files}.")
+                raise TimeoutError(f"Some of {self._files} are missing.")
             time.sleep(0.02)
         self._files = []
 
 
 class Window(tf.estimator.SessionRunHook):
-    """Measures the steps between two."""
+    """Measures the steps between `first` and `last`."""
 
     def __init__(self, first: int, last: int) -> None:
         self._first, self._last = first, last
@@ -50,12 +50,12 @@ class Window(tf.estimator.SessionRunHook):
         self.used: dict | None = None
 
     def before_run(self, run_context: Any) -> Any:
-        """Fetches what the hook that ends the training fetches, too."""
+        """Fetches `global_step`, as the hook that stops training does too."""
         step = tf.compat.v1.train.get_global_step()
         return tf.estimator.SessionRunArgs(step)
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
-        """Reads the counters at either."""
+        """Reads the counters at `first` and `last`."""
         step = int(run_values.results)
         if self._before is None and step >= self._first:
             self._before = step, counters.usage()
@@ -67,7 +67,7 @@ class Window(tf.estimator.SessionRunHook):
 
 
 def estimator(case: dict[str, Any], config: Any) -> Any:
-    """The canned model of the same sizes, optimizers and rates."""
+    """Returns the canned Estimator with the sizes and rates of `clicks`."""
     columns = [
         tf.feature_column.categorical_column_with_identity(name, case["rows"])
         for name in clicks.FEATURES
@@ -87,7 +87,7 @@ def estimator(case: dict[str, Any], config: Any) -> Any:
 
 
 def run_config(case: dict[str, Any]) -> Any:
-    """Checkpoints at start and end only."""
+    """Returns a configuration that saves only at the start and end."""
     return tf.estimator.RunConfig(
         case["directory"] + "/model",
         tf_random_seed=case["seed"],
@@ -97,7 +97,7 @@ def run_config(case: dict[str, Any]) -> Any:
 
 
 def main() -> None:
-    """Does this task's part; the chief writes what it measured."""
+    """Runs this task; the chief writes the results."""
     case = json.loads(sys.argv[1])
     tf.compat.v1.logging.set_verbosity(tf.compat.v1.logging.ERROR)
     config = run_config(case)
@@ -126,7 +126,7 @@ def main() -> None:
     )
     if own != "chief-0":
         return
-    del os.environ["TF_CONFIG"]  # What follows is for this process alone.
+    del os.environ["TF_CONFIG"]  # From here on, this process runs alone.
     metrics = estimator(case, run_config(case)).evaluate(eval_input_fn)
     result = window.used | {"auc": float(metrics["auc"])}
     pathlib.Path(case["output"]).write_text(json.dumps(result))

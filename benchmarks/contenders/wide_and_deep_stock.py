@@ -1,9 +1,9 @@
-"""Wide and deep with Keras 3 alone, in a plain `ClusterCoordinator` loop.
+"""Trains wide and deep with plain Keras 3 in a `ClusterCoordinator` loop.
 
     python -m benchmarks.contenders.wide_and_deep_stock JSON
 
-The loop of TensorFlow's guide: Keras' own layers and optimizer, one step per
-dispatch. All variables share an optimizer, since `compile` accepts only one.
+The loop is that of TensorFlow's guide, with Keras' own layers, one step per
+dispatch, and one optimizer for all variables, as `compile` accepts only one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tfdist.cluster.strategies import parameter_server_strategy
 
 
 def main() -> None:
-    """Serves, or measures as the chief."""
+    """Runs a server or, as the chief, the measurement."""
     case = json.loads(sys.argv[1])
     cluster = Cluster.from_env()
     if cluster.role != "chief":

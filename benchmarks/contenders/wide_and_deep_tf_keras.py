@@ -1,9 +1,9 @@
-"""Wide and deep with `tf_keras`' `fit` on parameter servers.
+"""Trains wide and deep with `tf_keras`' `fit` on parameter servers.
 
     python -m benchmarks.contenders.wide_and_deep_tf_keras JSON
 
-`DatasetCreator` and `steps_per_execution`, as TensorFlow's guide has it; the
-legacy optimizer, whose updates run where the variable lives.
+Uses `DatasetCreator` and `steps_per_execution`, as in TensorFlow's guide, and
+the legacy optimizer, whose updates run on the variable's parameter server.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Window(tf_keras.callbacks.Callback):
         self.usages: list[counters.Usage] = []
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Reads the counters; no step is under way."""
+        """Reads the counters; no steps are in flight."""
         self.usages.append(counters.usage())
 
 
 def main() -> None:
-    """Serves, or measures as the chief."""
+    """Runs a server or, as the chief, the measurement."""
     case = json.loads(sys.argv[1])
     tf.config.threading.set_inter_op_parallelism_threads(4)
     resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
@@ -58,7 +58,7 @@ def main() -> None:
             table,
             tf_keras.optimizers.legacy.Adagrad(clicks.DEEP_RATE),
         )
-    # Compiled anew, for the steps that one dispatch runs.
+    # `keras_model` does not set the number of steps per dispatch.
     with strategy.scope():
         model.compile(
             model.optimizer,

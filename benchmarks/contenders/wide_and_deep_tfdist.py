@@ -1,9 +1,9 @@
-"""Wide and deep through tfdist's public API: one task of a cluster, or all.
+"""Trains wide and deep with tfdist's public API.
 
     python -m benchmarks.contenders.wide_and_deep_tfdist JSON
 
-A compiled Keras model, `Estimator` and `train_and_evaluate`. Like all
-contenders, it computes only the loss in training; the AUC is computed later.
+Runs one task of a cluster, or a single process. Like all contenders, it
+computes only the loss in training; the AUC is computed later.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks import clicks, counters
 
 
 class Window(tfdist.SessionRunHook):
-    """Measures the steps between two."""
+    """Measures the steps between `first` and `last`."""
 
     def __init__(self, first: int, last: int) -> None:
         self._first, self._last = first, last
@@ -31,7 +31,7 @@ class Window(tfdist.SessionRunHook):
         self.used: dict | None = None
 
     def steps_until_next(self, step: int) -> int | None:
-        """So that a run ends at either."""
+        """Makes a run end at `first` and at `last`."""
         for end in (self._first, self._last):
             if step < end:
                 return end - step
@@ -42,7 +42,7 @@ class Window(tfdist.SessionRunHook):
         run_context: tfdist.SessionRunContext,
         run_values: tfdist.SessionRunValues,
     ) -> None:
-        """Reads the counters at either."""
+        """Reads the counters at `first` and `last`."""
         step = run_context.session.step
         if step == self._first:
             self._before = counters.usage()
@@ -57,10 +57,10 @@ def estimator(
     metrics: list[str] | None = None,
     save_steps: int = 1_000_000_000,
 ) -> tfdist.Estimator:
-    """The model and configuration that `case` tells."""
+    """Returns an Estimator with the model and configuration of `case`."""
 
     def table(rows: int, width: int, values: Any, name: str) -> Any:
-        """An embedding, whole on one server unless `case` has `shards`."""
+        """Builds an embedding, on one server unless `case` has `shards`."""
         shards = case.get("shards")
         options = {"embeddings_initializer": values, "num_shards": shards}
         return tfdist.PartitionedEmbedding(rows, width, name=name, **options)
@@ -86,30 +86,30 @@ def estimator(
 def input_fn(
     case: dict[str, Any],
 ) -> Callable[[tf.distribute.InputContext], tf.data.Dataset]:
-    """Each worker reads files of its own."""
+    """Returns an input function that gives each worker its own files."""
     return lambda context: clicks.train(
         case["data"], context.num_input_pipelines, context.input_pipeline_id
     )
 
 
 def evaluation(case: dict[str, Any]) -> Callable[[], tf.data.Dataset]:
-    """Of examples that nobody trains on."""
+    """Returns an input function of held-out examples."""
     return lambda: clicks.evaluation(case["data"])
 
 
 def main() -> None:
-    """Does this task's part; the chief writes what it measured."""
+    """Runs this task; the chief writes the results."""
     case = json.loads(sys.argv[1])
     last = case["warm"] + case["steps"]
     window = Window(case["warm"], last)
     tfdist.train_and_evaluate(
         estimator(case),
-        # Some more steps, so that the last one measured is like the others.
+        # A few more steps, so that the last measured step is a typical one.
         tfdist.TrainSpec(input_fn(case), max_steps=last + 20, hooks=[window]),
         tfdist.EvalSpec(evaluation(case), steps=None),
     )
     if window.used:
-        os.environ.pop("TF_CONFIG", None)  # What follows is for one process.
+        os.environ.pop("TF_CONFIG", None)  # Evaluate in one process.
         metrics = estimator(case, ["auc"]).evaluate(evaluation(case))
         result = window.used | {"auc": metrics["auc"]}
         pathlib.Path(case["output"]).write_text(json.dumps(result))

@@ -1,1 +1,1 @@
-"""The comparisons that `python -m benchmarks.run` makes, one per file."""
+"""The comparisons of `python -m benchmarks.run`, one per file."""

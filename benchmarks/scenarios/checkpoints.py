@@ -1,4 +1,4 @@
-"""The time and memory it takes to save and restore a checkpoint."""
+"""Measures the time and memory of saving and restoring a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _LOCAL = "limit: one process"
 
 
 def run(bench: Bench) -> Iterator[Result]:
-    """One to three servers, and one process, for each size."""
+    """Measures one to three servers, and one process, for each table size."""
     result = Result(
         "Checkpoints",
         f"A table of width {DIM} in {checkpoint.SHARDS} shards, saved and "
-        "restored by the chief of 1 to 3 ps; beside it `tf.train.Checkpoint` "
-        "on the same shards, on 2 ps and in one process. A save is the median "
-        f"of {checkpoint.SAVES} in a run, a restore one. Peaks are of whole "
-        "processes, TensorFlow included.",
+        "restored by the chief, with 1 to 3 ps; and by `tf.train.Checkpoint`, "
+        f"on 2 ps and in one process. Each run saves {checkpoint.SAVES} times "
+        "(its value is the median) and restores once. Peak memory is that of "
+        "whole processes, including TensorFlow.",
     )
     sizes = (1, 2) if bench.quick else (10, 160, 640)
     for megabytes in sizes:

@@ -1,4 +1,4 @@
-"""The AUC that asynchronous training reaches over steps and seconds."""
+"""Measures the AUC of asynchronous training by steps and by seconds."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _POINTS = 4
 
 
 def run(bench: Bench) -> Iterator[Result]:
-    """One, two and four workers beside one process."""
+    """Compares one, two and four workers with a single process."""
     rows = 1_000 if bench.quick else 20_000
     result = Result(
         "Asynchronous convergence",
-        f"Wide and deep with {rows:,} buckets, on 2 ps and 1, 2 and 4 workers, "
-        "and in one process: AUC on examples of their own after the same "
-        "number of steps, and seconds that the steps took. Each round has "
-        "another seed. Workers share the machine's cores.",
+        f"Wide and deep with {rows:,} buckets, on 2 ps with 1, 2 and 4 workers "
+        "and in one process: AUC on held-out examples after the same number "
+        "of steps, and the seconds that the steps took. Each round has a "
+        "different seed. Workers share the machine's cores.",
         curve=("seconds", "AUC"),
     )
     every = 50 if bench.quick else 1_000

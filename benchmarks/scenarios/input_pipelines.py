@@ -1,4 +1,4 @@
-"""The readers of `tfdist.data` compared with hand-written pipelines."""
+"""Compares the readers of `tfdist.data` with hand-written pipelines."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from benchmarks.contest import Bench, Measured, Result
 
 
 def run(bench: Bench) -> Iterator[Result]:
-    """The datasets of `benchmarks.input_pipeline`, in one process, in turns."""
+    """Measures each dataset of `benchmarks.input_pipeline` in this process."""
     result = Result(
         "Input pipeline",
-        "Eight files of 40,000 examples with ten numbers, batches of "
-        f"{input_pipeline.BATCH}, shuffled, without end, in one process; "
-        "`plain` is what the guide of tf.data tells to write.",
+        "Eight files of 40,000 examples with ten numbers, shuffled, repeated "
+        f"and read in batches of {input_pipeline.BATCH} in one process; "
+        "`plain` follows the tf.data guide.",
     )
     secs = 0.3 if bench.quick else 3.0
     with tempfile.TemporaryDirectory() as name:
@@ -39,7 +39,7 @@ def run(bench: Bench) -> Iterator[Result]:
 
 
 def _measure(dataset: tf.data.Dataset, secs: float) -> Measured:
-    """Examples of some seconds, after a third of them to warm up."""
+    """Reads for `secs` seconds, after a warm-up of a third of that time."""
     batches = iter(dataset)
     for length in (secs / 3, secs):
         count = 0

@@ -1,4 +1,4 @@
-"""Steps without computation: the cost of pulling and pushing variables."""
+"""Measures steps without computation: only pulling and pushing variables."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from benchmarks.ps_harness import DIM, IDS
 
 _ROWS = (10_000, 100_000, 1_000_000, 10_000_000)
 _MEGABYTES = (1, 10, 100)
-# Keras pulls the whole table and its slot: a step would take seconds.
+# Keras pulls the whole table and its slot: larger ones take seconds per step.
 _MOST_ROWS_OF_STOCK = 100_000
 _ALONE = "limit: tfdist, one process"
 
 
 def run(bench: Bench) -> Iterator[Result]:
-    """All cases on two workers; the scalar also on one and on four."""
+    """Runs all cases on two workers, and the scalar also on one and four."""
     result = Result(
         "Null step",
-        "After figure 6 of the TensorFlow paper (OSDI 2016): 2 ps and 2 tasks "
-        "that train, which pull what the step reads, compute (almost) nothing "
-        "and push an update; SGD, of rows Adagrad. tfdist at its default "
-        "number of steps in a dispatch; the coordinator loop with one, as in "
-        f"TensorFlow's guide. 32 rows of a table of width {DIM}, half of it "
-        "on each server.",
+        "After figure 6 of the TensorFlow paper (OSDI 2016): on 2 ps, 2 tasks "
+        "train by pulling the variables of a step, computing (almost) nothing "
+        "and pushing an update, with SGD or, for rows, Adagrad. tfdist uses "
+        "its default number of steps per dispatch; the coordinator loop uses "
+        "one, as in TensorFlow's guide. Rows are 32 of a table of width "
+        f"{DIM}, half of which is on each server.",
     )
     secs = 0.2 if bench.quick else 4.0
     for workers in (2,) if bench.quick else (2, 1, 4):
@@ -104,11 +104,11 @@ def _contenders(
 
     def tf1(number: int) -> Measured:
         case = {**told, "trainers": workers}
-        others = max(1, workers - 1)  # No cluster is without a worker.
+        others = max(1, workers - 1)  # A cluster needs a worker.
         return bench.run(f"{module}_tf1", case, ps=2, workers=others)
 
     contenders = {"tfdist": ours, TF1: tf1, COORDINATOR: stock}
-    # The same steps whatever the number of workers.
+    # One process runs the same steps for any number of workers.
     return contenders | ({_ALONE: alone} if workers == 2 else {})
 
 
@@ -117,7 +117,7 @@ def _add_limits(result: Result, bench: Bench, secs: float) -> None:
     echoes = [limits.echoes_per_second(secs) for _ in rounds]
     result.add("scalar", "limit: gRPC echo in Python", rate, echoes)
     for size in (1,) if bench.quick else _MEGABYTES:
-        # Down and up.
+        # Each step moves the variables down and up.
         number = 2 * size * 1_000_000
         copies = [limits.copies_per_second(number, secs) for _ in rounds]
         result.add(f"dense, {size} MB", "limit: memory copy", rate, copies)

@@ -1,4 +1,4 @@
-"""How evenly each placement balances the load of parameter servers."""
+"""Measures how evenly each placement balances the load of the servers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _SERVERS = (2, 8)
 
 
 def run(bench: Bench) -> Iterator[Result]:
-    """A skewed model, one of many tables and one of a few, on 2 and 8 ps."""
+    """Places a skewed model and models with many and few tables."""
     result = Result(
         "Placement",
-        "The largest load over the mean load, by bytes; 1 is even. On a few "
-        "cores skew does not show in wall clock, so loads are compared. "
-        "`python -m benchmarks.placement` has more models, and seconds.",
+        "The largest load divided by the mean load, in bytes; 1 is even. The "
+        "comparison is of loads because, on a few cores, skew hardly affects "
+        "time. `python -m benchmarks.placement` has more models, and times.",
     )
     for model in _MODELS[2:] if bench.quick else _MODELS:
         variables = placement.MODELS[model]()

@@ -1,4 +1,4 @@
-"""How long training is interrupted after a task is killed."""
+"""Measures how long training is interrupted after a task is killed."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from benchmarks.contest import Bench, Result
 
 
 def run(bench: Bench) -> Iterator[Result]:
-    """One kill of each kind in each round, forked and spawned."""
+    """Kills one task of each kind in each round, with and without forks."""
     result = Result(
         "Recovery",
-        "`trainer.task` by `tfdist launch` on 2 ps and 2 workers; a ps, a "
+        "`tfdist launch` runs `trainer.task` on 2 ps and 2 workers; a ps, a "
         "worker and the chief are killed, one after the other. Seconds from "
-        "the kill until each part of the way back is behind it, the first new "
-        "step (of the worker that was killed: its own) at last; with "
-        "tasks that are forked, and with `--no_fork`. Estimator's sessions "
-        "recover, too; stock Keras 3 and `tf_keras` end with an error.",
+        "the kill until each part of the recovery is complete, the last part "
+        "being the first new step (of the killed worker, if it was a worker), "
+        "with forked tasks and with `--no_fork`. Estimator's sessions recover "
+        "as well; stock Keras 3 and `tf_keras` end with an error.",
     )
     runs = bench.turns(
         {

@@ -1,4 +1,4 @@
-"""Seconds from the command to the first finished step."""
+"""Measures the seconds from the command to the end of the first step."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _MODULE = "benchmarks.contenders.wide_and_deep_"
 
 
 def run(bench: Bench) -> Iterator[Result]:
-    """A cluster's start beside imports, which every process pays."""
+    """Measures the start of a cluster, and imports in a single process."""
     result = Result(
         "Start-up",
         "`python -m tfdist.launch --ps=2 --workers=2` of a small wide and deep "
-        "model, until its first step is finished, which is run alone, and "
-        "until the hundredth, when the dispatches of many steps are traced, "
-        "too. Estimator's on 2 ps and two tasks that train, from the first "
-        "step after both have made one. And what imports take in one process.",
+        "model, until the end of step 1, which has its own dispatch, and of "
+        "step 100, after dispatches of many steps have been traced as well. "
+        "For Estimator, 2 ps and two training tasks, where step 1 is the "
+        "first after both have run one. Imports are timed in one process.",
     )
     with tempfile.TemporaryDirectory() as data:
         clicks.write(data, 1000, 20_000)
@@ -61,7 +61,7 @@ def _launched(case: Measured) -> Measured:
 
 
 def _estimator(bench: Bench, case: Measured) -> Measured:
-    bench.environments.python("tf_2_15")  # Made before the clock runs.
+    bench.environments.python("tf_2_15")  # Created before timing.
     start = time.monotonic()
     found = bench.run(
         f"{_MODULE}estimator", case, environment="tf_2_15", ps=2, workers=1
@@ -70,7 +70,7 @@ def _estimator(bench: Bench, case: Measured) -> Measured:
 
 
 def _since(start: float, window: Measured) -> Measured:
-    """The clock is the machine's, the same for all processes."""
+    """Returns times since `start`: all processes share the machine's clock."""
     first = window["began"] - start
     return {"first": first, "hundredth": first + window["secs"]}
 

@@ -1,4 +1,4 @@
-"""Synchronous training with one to four replicas on the machine's cores."""
+"""Measures synchronous training with one to four replicas."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from benchmarks.contest import Bench, Measured, Result
 
 
 def run(bench: Bench) -> Iterator[Result]:
-    """Every contender with each number of replicas."""
+    """Runs every contender with each number of replicas."""
     result = Result(
         "Synchronous scaling",
-        f"Three hidden layers of {sync.WIDTH}, batches of {sync.BATCH} for "
-        "each replica. tfdist and `tf_keras` have a process for each replica "
-        "and all-reduce between them, `MirroredStrategy` logical CPUs of one "
-        "process. Replicas share the machine's cores, so that more examples "
-        "per second are not to be had from more of them than it has cores.",
+        f"Three hidden layers of {sync.WIDTH}, batches of {sync.BATCH} per "
+        "replica. tfdist and `tf_keras` run one process per replica, with "
+        "all-reduce between them; `MirroredStrategy` uses logical CPUs in one "
+        "process. Replicas share the machine's cores, so throughput cannot "
+        "grow beyond one replica per core.",
     )
     for replicas in (2,) if bench.quick else (1, 2, 4):
         case = f"{replicas} replica" + "s" * (replicas > 1)

@@ -120,8 +120,8 @@ def test_more_shards_than_rows():
         ([5, 1], ValueError, "more parts than rows"),
         ([0, 1], ValueError, "no part along some axis"),
         ([2], ValueError, "which has 1 axes"),
-        (2, TypeError, "no sequence of integers"),
-        ([2.0, 1], TypeError, "no sequence of integers"),
+        (2, TypeError, "not a sequence of integers"),
+        ([2.0, 1], TypeError, "not a sequence of integers"),
     ],
 )
 def test_answers_that_do_not_fit(answer, error, match):

@@ -78,8 +78,8 @@ def test_each_bar_is_met_and_missed(bar):
 def test_the_report_has_each_ratio_beside_its_bar(tmp_path):
     [bar] = [bar for bar in BARS if bar.figure.scenario == "start_up"]
     for value, word in (
-        (250, "| 2.50 x | asked: at most 4 x | met |"),
-        (500, "| 5.00 x | asked: at most 4 x | **missed** |"),
+        (250, "| 2.50 x | at most 4 x | met |"),
+        (500, "| 5.00 x | at most 4 x | **missed** |"),
     ):
         page = report.write(tmp_path, {}, results_of(bar, value, 100.0))
         assert f"| {bar.text} {word}" in page.read_text()

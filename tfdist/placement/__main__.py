@@ -1,4 +1,4 @@
-"""`tfdist plan`: see `tfdist.placement.planner`."""
+"""Runs `tfdist plan`; see `tfdist.placement.planner`."""
 
 import sys
 

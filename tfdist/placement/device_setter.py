@@ -1,8 +1,8 @@
 """TF1's `replica_device_setter`, also for TF2.
 
 In TF1 a device function placed every op of a program: variables on parameter
-servers, all else on the worker. Eager TF2 has none: there the setter is a scope
-that catches the creation of variables.
+servers, everything else on the worker. Eager TF2 has no device functions, so
+there the setter is a scope that intercepts the creation of variables.
 """
 
 import contextlib
@@ -28,37 +28,37 @@ def replica_device_setter(
 ) -> "ReplicaDeviceSetter | None":
     """`tf.compat.v1.train.replica_device_setter`, for TF2 as well.
 
-    It returns a device function, for `tf.compat.v1.device` in a graph, that is
-    also a scope, for `with` in TF2; `ReplicaDeviceSetter` says what the scope
-    does. Use `device_scope` where the setter may be `None`.
+    The result is both a device function, for `tf.compat.v1.device` in a graph,
+    and a scope, for `with` in TF2. Use `device_scope` if it may be `None`.
 
-    Differences from TF1: a task that does not exist is an error at once; and
-    numbers of tasks may have gaps: in a cluster `{"ps": {3: ..., 5: ...}}` the
-    strategy's 0 is task 3 and its 1 is task 5, where TF1 used tasks 0 and 1.
+    Differences from TF1: a strategy that returns a nonexistent task raises an
+    error, and task numbers may have gaps: if `cluster["ps"]` is
+    `{3: ..., 5: ...}`, the strategy's tasks 0 and 1 stand for tasks 3 and 5,
+    where TF1 used tasks 0 and 1.
 
     Args:
         ps_tasks: Number of parameter servers. Default: 0, no setter.
         ps_device: Device of the parameter servers; its task is overwritten.
-            `""` puts everything on the worker. Default: `"/job:ps"`.
-        worker_device: Device of all else; `""` leaves it open. Default:
-            `"/job:worker"`.
-        merge_devices: Whether fields that an inner `tf.device` leaves open
-            are filled in. `False` leaves alone whatever has an inner device,
+            `""` places everything on the worker. Default: `"/job:ps"`.
+        worker_device: Device of all other ops; `""` leaves it unspecified.
+            Default: `"/job:worker"`.
+        merge_devices: Whether to fill in fields that an inner `tf.device`
+            leaves unspecified. `False` skips ops that have an inner device,
             and is deprecated as in TF1. Default: True.
         cluster: Dict, `ClusterSpec` or `ClusterDef` that overrides `ps_tasks`.
-        ps_ops: Types of ops that go to parameter servers. Default: TF1's,
-            variables and tables.
-        ps_strategy: Callable from the op (in TF2, from the variable's
-            `VariableSpec`) to one of `ps_tasks` tasks. Default: round robin.
+        ps_ops: Types of the ops to place on parameter servers. Default: those
+            of TF1, variables and lookup tables.
+        ps_strategy: Callable that maps an op (in TF2, the `VariableSpec` of a
+            variable) to one of `ps_tasks` tasks. Default: round robin.
 
     Returns:
-        A `ReplicaDeviceSetter`, or `None` without parameter servers.
+        A `ReplicaDeviceSetter`, or `None` if there are no parameter servers.
 
     Raises:
         TypeError: If `cluster` is none of the above, or `ps_strategy` is not
             callable.
-        ValueError: If `ps_tasks` is negative; when placing, if the strategy
-            returns a task that does not exist.
+        ValueError: If `ps_tasks` is negative or, on use of the setter, the
+            strategy returns a task that does not exist.
 
     >>> setter = replica_device_setter(ps_tasks=2)
     >>> with tf.Graph().as_default(), tf.compat.v1.device(setter):
@@ -94,7 +94,7 @@ def replica_device_setter(
 def device_scope(
     device: "ReplicaDeviceSetter | str | None",
 ) -> contextlib.AbstractContextManager:
-    """TF1's `tf.device(replica_device_setter(...))`; `None`: no constraint.
+    """TF1's `tf.device(replica_device_setter(...))`; `None` has no effect.
 
     >>> with device_scope(replica_device_setter(cluster={"worker": ["a:1"]})):
     ...     v = tf.Variable(1.0)  # No parameter servers: stays here.
@@ -107,23 +107,23 @@ def device_scope(
 
 @dataclasses.dataclass(eq=False)
 class ReplicaDeviceSetter:
-    """A device function and a scope. Made by `replica_device_setter`.
+    """A device function and a scope, created by `replica_device_setter`.
 
-    Called with an op, it returns the op's device by TF1's rules: fields of
-    inner `tf.device` blocks win; `ps_device` with the strategy's task, or
-    `worker_device`, fills the others.
+    Called with an op, the setter returns the op's device by TF1's rules: fields
+    of inner `tf.device` blocks take precedence; `ps_device` with the strategy's
+    task, or `worker_device`, fills in the others.
 
-    As a scope it is that device function for all ops of a TF1 graph or a
-    `tf.function`; eager ops run on `worker_device`. In TF2 each variable made
-    in it, also by functions called there, is placed by the same rules.
+    As a scope, the setter applies that device function to all ops of a TF1
+    graph or `tf.function`; eager ops run on `worker_device`. In TF2, variables
+    created in the scope, or by functions called there, follow the same rules.
 
-    The strategy is asked once for a variable, whose initial value is computed
-    on its own device. `ps_ops` decides about variables by `"VarHandleOp"`.
-    Eagerly TF2 tells only the sum of all `tf.device` blocks. So, unlike in a
-    function or graph, a block that names just what `worker_device` names is not
-    seen; `/job:ps` alone takes the worker's task number (name the task, as
-    `/job:ps/task:1`); and a block inside `tf.device(None)`, which alone undoes
-    the scope, is taken for one outside. Not thread-safe.
+    The strategy is called once per variable, and the initial value is computed
+    on the variable's device. `ps_ops` places variables if it has `VarHandleOp`.
+    Eager TF2 exposes only the merged device of all `tf.device` blocks. Hence,
+    unlike in a function or graph, a block that only repeats `worker_device` has
+    no effect; `/job:ps` alone takes the worker's task number (name the task, as
+    in `/job:ps/task:1`); and a block inside `tf.device(None)`, which by itself
+    undoes the scope, counts as a block outside the scope. Not thread-safe.
     """
 
     device_function: Callable[[Any], str]
@@ -131,11 +131,11 @@ class ReplicaDeviceSetter:
 
     def __post_init__(self) -> None:
         self._scopes: list[contextlib.ExitStack] = []
-        # The device of the op that asks for the one inside a function, if so.
+        # While `_inner_device` probes a function: the devices of its probe op.
         self._asked: list[str] | None = None
 
     def __call__(self, op: Any) -> str:
-        """The device of a `tf.Operation` or `NodeDef`; see the class."""
+        """Returns the device of a `tf.Operation` or `NodeDef`."""
         if self._asked is None:
             return self.device_function(op)
         self._asked.append(op.device or "")
@@ -150,7 +150,7 @@ class ReplicaDeviceSetter:
             stack.enter_context(tf.device(self.worker_device))
         # In a TF1 graph, the device function sees the variable's op itself.
         if tf.compat.v1.executing_eagerly_outside_functions():
-            # With the fields that TF fills in by itself.
+            # `tf.device("")` adds the fields that TF fills in by default.
             with tf.device("") if eagerly else contextlib.nullcontext():
                 entered = _eager_device()
 
@@ -161,7 +161,7 @@ class ReplicaDeviceSetter:
                 device = self.device_function(
                     _Creation(inner, _VARIABLE, lambda: creation_spec(**kwargs))
                 )
-                # Not merged into the device of the worker, which is around us.
+                # `None` keeps the enclosing worker device from being merged in.
                 with tf.device(None), tf.device(device):
                     return next_creator(**kwargs)
 
@@ -173,9 +173,9 @@ class ReplicaDeviceSetter:
         self._scopes.pop().__exit__(*exc_info)
 
     def _inner_device(self, entered: str, eagerly: bool) -> str | None:
-        """What blocks inside the scope ask for; None if they undo it."""
+        """Returns the device of inner blocks; None if they undo the scope."""
         if eagerly:
-            # Blocks inside a `tf.function` change the eager device as well.
+            # `tf.device` inside a `tf.function` changes the eager device too.
             current = _eager_device()
             if self.worker_device and not current:
                 return None
@@ -183,18 +183,18 @@ class ReplicaDeviceSetter:
         asked: list[str] = []
         self._asked = asked
         try:
-            tf.no_op()  # TensorFlow shows it to the device function.
+            tf.no_op()  # TensorFlow passes it to the device function.
         finally:
             self._asked = None
         return asked[-1] if asked else None
 
 
-# The op of a variable, also where it is created eagerly.
+# The op of a variable, which also stands for variables created eagerly.
 _VARIABLE = tf.compat.v1.NodeDef(op="VarHandleOp")
 
 
 class _Creation(NamedTuple):
-    """A variable to be created, for a device function of ops."""
+    """A variable about to be created, in the form that TF1 expects of an op."""
 
     device: str
     node_def: tf.compat.v1.NodeDef
@@ -234,7 +234,7 @@ def _difference(outer: str, inner: str) -> str:
         for name in ("job", "replica", "task", "device_type", "device_index")
         if getattr(new, name) != getattr(old, name)
     }
-    # A task is one of its job, an index one of its kind.
+    # A task number is relative to its job, a device index to its type.
     if "job" in changed:
         changed.add("task")
     if changed & {"device_type", "device_index"}:

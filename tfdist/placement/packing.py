@@ -1,7 +1,7 @@
-"""Items into bins, so that the fullest bin is as light as can be.
+"""Packs items into bins, keeping the load of the fullest bin small.
 
-Longest processing time first (Graham, 1969), then moves and swaps out of the
-fullest bin. Items may also have a size, and bins a limit on the sum of sizes.
+The algorithm is longest processing time first (Graham, 1969), followed by moves
+and swaps out of the fullest bin. Bins may limit the total size of their items.
 """
 
 import numpy as np
@@ -9,14 +9,14 @@ from numpy.typing import ArrayLike
 
 # The search for moves ends this close to the lower bound.
 _CLOSE_ENOUGH = 1 + 1e-4
-# Sums of floats must not be "improved" by their rounding.
+# A smaller decrease of a sum of floats may be only a rounding error.
 _LESS = 1 - 1e-9
-# So many of a bin's largest items are moved or swapped alone, and in pairs.
+# How many of a bin's largest items are tried alone, and in pairs.
 _MAX_SINGLE, _MAX_PAIRED = 300, 20
 
 
 class InfeasibleError(ValueError):
-    """No packing that keeps the limits was found."""
+    """Raised if no packing within the limits was found."""
 
 
 def pack(
@@ -35,7 +35,7 @@ def pack(
         used = np.zeros([2, num_bins])
         for item in np.argsort(-largest, kind="stable"):
             room = limits - used[1] - sizes[item]
-            # Into the lightest bin; or, if that ends badly, the roomiest.
+            # First try the lightest bin; if that fails, the roomiest.
             rank = -room if roomiest else used[0]
             bin_of[item] = to = np.argmin(np.where(room < 0, np.inf, rank))
             if room[to] < 0:
@@ -53,7 +53,7 @@ def _improve(
     used: np.ndarray,
     limits: np.ndarray,
 ) -> None:
-    """Moves or swaps items of the fullest bin until nothing helps."""
+    """Moves or swaps items of the fullest bin until no change helps."""
     order = np.argsort(-weights[0], kind="stable")
     target = lower_bound(weights[0], limits.size) * _CLOSE_ENOUGH
     for _ in order:
@@ -81,7 +81,7 @@ def _improve(
 
 
 def _groups(items: np.ndarray) -> np.ndarray:
-    """What may leave a bin at once, as pairs: -1 is no item."""
+    """Returns the sets of 0 to 2 items that may leave a bin; -1: no item."""
     items = items[:_MAX_SINGLE]
     one, two = np.triu_indices(min(items.size, _MAX_PAIRED), 1)
     none = np.full(1 + items.size, -1)
@@ -94,10 +94,10 @@ def _sums(weights: np.ndarray, groups: np.ndarray) -> np.ndarray:
 
 
 def lower_bound(loads: ArrayLike, num_bins: int) -> float:
-    """Returns a load that the fullest bin of every packing reaches.
+    """Returns a lower bound on the load of the fullest bin in any packing.
 
-    Either the k largest items are in bins of their own, and the others in the
-    remaining bins; or one of the k shares its bin.
+    For each k, either the k largest items have a bin each, and all others share
+    the remaining bins, or one of the k items shares its bin with another.
 
     >>> lower_bound([4.0, 4.0, 4.0], 2)
     8.0
@@ -114,9 +114,9 @@ def lower_bound(loads: ArrayLike, num_bins: int) -> float:
 
 
 def _simple_bound(ordered: np.ndarray, num_bins: int) -> float:
-    """The largest of the mean, the largest item, and crowds of items.
+    """Returns the maximum of the mean, the largest item and a crowding bound.
 
-    Some bin has at least the k + 1 smallest of the k * num_bins + 1 largest.
+    Some bin holds at least k + 1 of the k * num_bins + 1 largest items.
     """
     total = np.concatenate([[0.0], np.cumsum(ordered)])
     k = np.arange((ordered.size - 1) // num_bins + 1)

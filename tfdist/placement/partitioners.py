@@ -1,9 +1,9 @@
-"""How a variable is split: along its rows, in nearly equal shards.
+"""Partitioners, which split a variable by rows into shards of similar size.
 
-The three partitioners are TF1's own; only arguments that TF1 accepted and then
-failed on, or ignored, are refused here. A partitioner is a callable `(shape:
-tf.TensorShape, dtype)` that returns the number of parts along each axis, a list
-of int. Like `ParameterServerStrategy`, tfdist splits axis 0 only.
+The three partitioners are TF1's own, except that arguments which TF1 accepted
+and then failed on, or ignored, raise an error. A partitioner is a callable
+`(shape: tf.TensorShape, dtype)` that returns the number of parts along each
+axis, a list of int. Like `ParameterServerStrategy`, tfdist splits only axis 0.
 """
 
 import numbers
@@ -19,19 +19,19 @@ Partitioner = Callable[..., Sequence[int]]
 
 
 class Run(NamedTuple):
-    """Consecutive rows of a table, which are so in their shard, too."""
+    """Rows of a table that are consecutive both in the table and in a shard."""
 
-    row: int  # The first one, in the table.
+    row: int  # The first row of the run in the table.
     size: int
     shard: int
-    position: int  # Of the first one, in the shard.
+    position: int  # The position of the run's first row in the shard.
 
 
 def fixed_size_partitioner(num_shards: int, axis: int = 0) -> Partitioner:
     """Splits every variable into the same number of shards.
 
     See also `tf.compat.v1.fixed_size_partitioner`, which accepts `num_shards=0`
-    and fails later. A variable with fewer rows gets one shard for each.
+    and fails later. A variable of fewer rows than shards gets a shard per row.
 
     Args:
         num_shards: Number of shards, at least 1.
@@ -56,13 +56,13 @@ def variable_axis_size_partitioner(
     """Splits a variable so that no shard has more than `max_shard_bytes`.
 
     See also `tf.compat.v1.variable_axis_size_partitioner`. A row larger than
-    `max_shard_bytes` is a shard of its own.
+    `max_shard_bytes` becomes a shard of its own.
 
     Args:
-        max_shard_bytes: Bytes of the largest shard, at least 1.
-        axis: As of `fixed_size_partitioner`.
-        bytes_per_string_element: Bytes to count for a string. Default: 16.
-        max_shards: Most shards, whatever their size. Default: no limit.
+        max_shard_bytes: Maximum size of a shard in bytes, at least 1.
+        axis: Same as for `fixed_size_partitioner`.
+        bytes_per_string_element: Assumed bytes per string. Default: 16.
+        max_shards: Maximum number, whatever the shards' size. Default: none.
 
     Raises:
         ValueError: If one of the numbers is not positive.
@@ -86,16 +86,16 @@ def min_max_variable_partitioner(
     min_slice_size: int = 256 << 10,
     bytes_per_string_element: int = 16,
 ) -> Partitioner:
-    """Splits a variable as far as each shard keeps `min_slice_size` bytes.
+    """Splits a variable, keeping at least `min_slice_size` bytes per shard.
 
     See also `tf.compat.v1.min_max_variable_partitioner`, which divides by zero
-    for `min_slice_size=0`, and takes `max_partitions=0` for 1.
+    for `min_slice_size=0` and treats `max_partitions=0` as 1.
 
     Args:
-        max_partitions: Most shards. Default: 1.
-        axis: As of `fixed_size_partitioner`.
-        min_slice_size: Bytes a shard should have at least. Default: 256 KiB.
-        bytes_per_string_element: Bytes to count for a string. Default: 16.
+        max_partitions: Maximum number of shards. Default: 1.
+        axis: Same as for `fixed_size_partitioner`.
+        min_slice_size: Minimum size of a shard in bytes. Default: 256 KiB.
+        bytes_per_string_element: Assumed bytes per string. Default: 16.
 
     Raises:
         ValueError: If one of the numbers is not positive.
@@ -113,12 +113,12 @@ def min_max_variable_partitioner(
 
 
 def row_slices(num_rows: int, num_shards: int) -> tuple[tuple[int, int], ...]:
-    """Cuts rows into runs as TF1 did ("div"): the first ones are longer by one.
+    """Splits rows into slices as TF1 did ("div"), the first ones a row longer.
 
-    Returns `(offset, size)` of each shard, in order.
+    Returns the `(offset, size)` of each shard, in order.
 
     Raises:
-        ValueError: If a number is not positive, or some shard would be empty.
+        ValueError: If a number is not positive or a shard would be empty.
 
     >>> row_slices(13, 3)
     ((0, 5), (5, 4), (9, 4))
@@ -141,13 +141,13 @@ def row_slices(num_rows: int, num_shards: int) -> tuple[tuple[int, int], ...]:
 def row_runs(
     num_rows: int, num_shards: int, strategy: str = "balanced"
 ) -> tuple[Run, ...]:
-    """Deals rows to shards of the sizes of `row_slices`; the runs, in order.
+    """Returns the runs of rows, in order, for shards of `row_slices`' sizes.
 
     "div" gives each shard one run, as TF1 did. "balanced" is for rows ordered
-    by frequency: they are dealt in rounds, at first one by one, and then so
-    many that a round has two fifths of all rows until its end. Shards take
-    turns at being early, so each has about the same share of the rows between
-    any two ranks. A run is a slice in a checkpoint: a millisecond to restore.
+    by frequency and assigns them in rounds, at first one row per shard; later
+    rounds have two fifths of all rows up to their end. The order of the shards
+    varies by round, so each has about the same share of the rows between any
+    two ranks. A run is a slice in a checkpoint and takes 1 ms to restore.
 
     >>> [(run.row, run.size, run.shard) for run in row_runs(8, 2)]
     [(0, 1, 1), (1, 1, 0), (2, 1, 1), (3, 3, 0), (6, 2, 1)]
@@ -156,7 +156,7 @@ def row_runs(
     ends, end = [sizes[0]], sizes[-1]
     while strategy == "balanced" and (end := end * 3 // 5):
         if end >= 64:
-            # A checkpoint copies no run that begins there.
+            # A checkpoint can slice a table here without copying.
             end -= end % ALIGNED
         ends.append(end)
     forth = [*range(num_shards)]
@@ -180,13 +180,13 @@ def row_runs(
 def apply_partitioner(
     partitioner: Partitioner, shape: tf.TensorShape, dtype: str = "float32"
 ) -> int:
-    """The number of shards that a partitioner wants for a variable.
+    """Returns the number of shards that a partitioner chooses for a variable.
 
     The checks are those of TF1's `get_variable`, but only axis 0 may be split.
 
     Raises:
         TypeError: If it is not callable or returns no sequence of integers.
-        ValueError: If the answer does not fit the shape.
+        ValueError: If the numbers of parts do not fit the shape.
     """
     check_callable("partitioner", partitioner)
     parts = partitioner(shape=shape, dtype=tf.as_dtype(dtype))
@@ -194,7 +194,7 @@ def apply_partitioner(
     if not isinstance(parts, Sequence) or not all(
         isinstance(part, numbers.Integral) for part in parts
     ):
-        error, problem = TypeError, "which is no sequence of integers"
+        error, problem = TypeError, "which is not a sequence of integers"
     elif len(parts) != shape.rank:
         problem = f"which has {len(parts)} axes"
     elif min(parts) < 1:
@@ -210,5 +210,5 @@ def apply_partitioner(
         return int(parts[0])
     raise error(
         "Argument `partitioner` must return the number of parts along each "
-        f"axis, as [2, 1], for shape={shape}. Received: {parts!r}, {problem}."
+        f"axis, like [2, 1], for shape={shape}. Received: {parts!r}, {problem}."
     )

@@ -1,4 +1,4 @@
-"""The scope in which a model's variables are made, each on its server."""
+"""The scope that creates each variable of a model on its parameter server."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ def placed_scope(
     placement: strategies.PlacementStrategy | None = None,
     specs: Iterable[VariableSpec] | None = None,
 ) -> Iterator[None]:
-    """`strategy.scope()` in which `placement` chooses each variable's server.
+    """Enters `strategy.scope()`, where `placement` chooses variables' servers.
 
-    Slots follow their variable. Variables of metrics (those with
+    Slot variables follow their variable. Metric variables (those with
     `synchronization=ON_READ`) stay on the chief: every dispatch returns its own
-    metric states (design decision D3), and nobody updates them remotely.
+    metric states (decision D3), so no worker updates them remotely.
 
     Args:
-        strategy: Any strategy; without parameter servers its scope is entered.
-        num_ps: Number of parameter servers.
-        placement: Default: round robin.
-        specs: What `describe` says of the model's variables, in order of
-            creation, so that `placement` knows their full names and slots.
-            Others (counters) are described by what the creator is told.
+        strategy: Any `tf.distribute` strategy.
+        num_ps: Number of parameter servers. Default: 0, no placement.
+        placement: Placement strategy. Default: round robin.
+        specs: The result of `describe` for the model, in order of creation, so
+            that `placement` knows the variables' full names and slots. Other
+            variables (counters) are described by the arguments of the creator.
 
     Raises:
-        ValueError: inside the scope, when `placement` returns a task that does
-            not exist; at its end, when not every one of `specs` was created.
+        ValueError: Within the scope, if `placement` returns a task that does
+            not exist; on exit, if a variable in `specs` was not created.
     """
     if not num_ps:
         with strategy.scope(), tf.variable_creator_scope(_unsynchronized):
@@ -56,26 +56,26 @@ def placed_scope(
             with tf.device(_CHIEF):
                 return next_creator(**kwargs)
         spec = creation_spec(**kwargs)
-        # A creator is told the last part of a Keras variable's path.
+        # A creator receives only the last part of a Keras variable's path.
         if expected and kind_of(expected[0]) == kind_of(spec):
             spec = expected.popleft()
         task = strategies.check_task(placement(spec), num_ps, spec, placement)
         with tf.device(f"/job:ps/task:{task}/device:CPU:0"):
             return next_creator(**kwargs)
 
-    # A strategy honours creators that are entered before its own scope.
+    # A strategy applies creator scopes that are entered before its own scope.
     with tf.variable_creator_scope(place), strategy.scope():
         yield
     if expected:
         raise ValueError(
-            "The model function must make the same variables each time it is "
-            f"called. The placement was made for {expected[0].name!r} of shape "
+            "The model function must create the same variables each time it is "
+            f"called. The placement expected {expected[0].name!r} of shape "
             f"{expected[0].shape}, which was not created, or not in this order."
         )
 
 
 def _unsynchronized(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
-    """Makes a metric's variables like any other: they hold sums already."""
+    """Creates unsynchronized metric variables: they already hold totals."""
     if kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
         kwargs["synchronization"] = tf.VariableSynchronization.AUTO
         kwargs["aggregation"] = tf.VariableAggregation.NONE
@@ -85,10 +85,10 @@ def _unsynchronized(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
 def placement_by_name(
     name: str, specs: Sequence[VariableSpec], num_ps: int
 ) -> strategies.PlacementStrategy:
-    """The placement strategy that `RunConfig(placement=...)` names.
+    """Returns the placement strategy that `RunConfig(placement=...)` names.
 
     "round_robin" is TF1's default; "greedy" its `GreedyLoadBalancingStrategy`
-    by bytes, slots included; "planned" sees all variables at once.
+    by bytes, slots included; "planned" places all variables at once.
     """
     if name == "round_robin":
         return strategies.RoundRobinStrategy(num_ps)

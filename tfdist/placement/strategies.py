@@ -1,9 +1,9 @@
-"""Which parameter server holds a variable.
+"""Placement strategies, which choose the parameter server of a variable.
 
-A placement strategy is a callable from a variable's description, a
-`VariableSpec` (in TF1 the op that creates it), to a task index (decision D5).
-The three of TF1 are here, with TF1's names, tie rules and results. They keep
-count of what they have placed: use a new one for each model.
+A placement strategy is a callable that maps a `VariableSpec` (in TF1, the op
+that creates the variable) to a task index. The three strategies here have the
+names, tie rules and results of TF1's. They are stateful: create a new one for
+each model.
 """
 
 import hashlib
@@ -22,16 +22,16 @@ from tfdist.placement.variables import VariableSpec, full_name, variable_spec
 PlacementStrategy = Callable[[Any], int]
 LoadFn = Callable[[Any], float]
 
-_ID_BYTES = 8  # A row that is looked up costs its id as well, each way.
+_ID_BYTES = 8  # Each looked-up row travels with its id, in both directions.
 
 
 class RoundRobinStrategy:
-    """Gives variables to tasks in turn, whatever their size.
+    """Assigns variables to tasks in turn, whatever their size.
 
-    TF1's default, and that of TensorFlow's `ParameterServerStrategy`.
+    The default of TF1 and of TensorFlow's `ParameterServerStrategy`.
 
     Args:
-        num_tasks: Number of parameter servers, at least 1, or a ValueError.
+        num_tasks: Number of parameter servers, at least 1 (else ValueError).
 
     >>> strategy = RoundRobinStrategy(2)
     >>> [strategy(name) for name in ("a", "b", "c")]
@@ -48,22 +48,22 @@ class RoundRobinStrategy:
 
 
 class GreedyLoadBalancingStrategy:
-    """Gives each variable to the task with the least load so far.
+    """Assigns each variable to the task with the least load so far.
 
     The first of several least loaded tasks wins. Reproduces
-    `tf.contrib.training.GreedyLoadBalancingStrategy`, but checks what the load
-    function returns, and returns a Python `int`. The result is at most 2 - 1/m
-    times the best one on m tasks; `tfdist.placement.plan` does better.
+    `tf.contrib.training.GreedyLoadBalancingStrategy`, but checks the result of
+    the load function, and returns a Python `int`. The largest load on m tasks
+    is at most 2 - 1/m times the optimum; `tfdist.placement.plan` does better.
 
     Args:
         num_tasks: Number of parameter servers, at least 1.
-        load_fn: Callable from a variable to its load, a finite number that is
-            not negative: `byte_size_load_fn`, `traffic_load_fn` or your own.
+        load_fn: Callable that returns the load of a variable, a finite,
+            nonnegative number: `byte_size_load_fn`, `traffic_load_fn` or yours.
 
     Raises:
         ValueError: If `num_tasks` is not a positive integer; when called, if
             the load is NaN, infinite or negative.
-        TypeError: If `load_fn` is not callable; if the load is no number.
+        TypeError: If `load_fn` is not callable or its result not a number.
 
     >>> strategy = GreedyLoadBalancingStrategy(2, byte_size_load_fn)
     >>> shapes = [2, 2], [2, 1], [2, 2], [1, 3]
@@ -81,25 +81,25 @@ class GreedyLoadBalancingStrategy:
 
     @property
     def loads(self) -> tuple[float, ...]:
-        """The load given to each task so far."""
+        """The load assigned to each task so far."""
         return tuple(self._loads.tolist())
 
     def __call__(self, variable: Any) -> int:
-        """Returns the least loaded task and charges the variable to it."""
+        """Returns the least loaded task and adds the variable's load to it."""
         task = int(np.argmin(self._loads))
         self._loads[task] += load_of(variable, self._load_fn)
         return task
 
 
 class RandomStrategy:
-    """Chooses a task from the variable's name alone, by a hash.
+    """Chooses a task by a hash of the variable's name.
 
     Reproduces `tf.contrib.training.RandomStrategy`: the task does not depend on
-    other variables, so adding a layer moves none of the old ones.
+    other variables, so adding a layer does not move existing variables.
 
     Args:
         num_ps_tasks: Number of parameter servers, at least 1.
-        seed: Integer that changes the choice. Default: 0.
+        seed: Integer that varies the hash. Default: 0.
 
     Raises:
         ValueError: If `num_ps_tasks` is not a positive integer.
@@ -123,18 +123,18 @@ class RandomStrategy:
 
 
 def byte_size_load_fn(variable: Any) -> int:
-    """Returns the bytes a server holds for a variable, slots included.
+    """Returns the size in bytes of a variable and its slot variables.
 
     `tf.contrib.training.byte_size_load_fn` returned 1 for every resource
     variable, so that greedy balancing became round robin, and 8 for every
-    string. Without slots this one returns its numbers for reference variables.
+    string. For reference variables without slots, the two functions agree.
 
     Args:
-        variable: A `VariableSpec`, a variable or the TF1 op that makes one.
+        variable: A `VariableSpec`, a variable or the TF1 op that creates one.
 
     Raises:
-        ValueError: If the shape is not fully known, or for strings.
-        TypeError: If `variable` has no shape, as a TF1 lookup table.
+        ValueError: If the shape is not fully known, or the dtype is string.
+        TypeError: If `variable` has no shape, like a TF1 lookup table.
 
     >>> byte_size_load_fn(VariableSpec("v", (10, 4), "float32"))
     160
@@ -146,12 +146,12 @@ def byte_size_load_fn(variable: Any) -> int:
 
 
 def traffic_load_fn(variable: Any) -> int:
-    """Returns the bytes one step of one worker moves for a variable.
+    """Returns the bytes that one step of one worker transfers for a variable.
 
     A step pulls the variable, or the `rows_per_step` rows that it looks up,
-    and pushes a gradient of the same size if the variable is trainable. A row
-    that is looked up costs 8 bytes more each way for its id. Slots never
-    leave the server. Arguments and errors are those of `byte_size_load_fn`.
+    and pushes a gradient of the same size if the variable is trainable. The id
+    of each looked-up row adds 8 bytes in either direction. Slots never leave
+    the server. Arguments and errors are those of `byte_size_load_fn`.
 
     >>> traffic_load_fn(VariableSpec("dense", (100, 10)))
     8000
@@ -168,7 +168,7 @@ def traffic_load_fn(variable: Any) -> int:
 
 
 def load_of(variable: Any, load_fn: LoadFn) -> float:
-    """Returns `load_fn(variable)`, or raises: TypeError, ValueError."""
+    """Returns `load_fn(variable)`; raises an error if it is no valid load."""
     load = load_fn(variable)
     is_number = isinstance(load, numbers.Real) and not isinstance(load, bool)
     if not is_number or not 0 <= load < math.inf:
@@ -183,7 +183,7 @@ def load_of(variable: Any, load_fn: LoadFn) -> float:
 def check_task(
     task: Any, num_tasks: int, variable: Any, strategy: PlacementStrategy
 ) -> int:
-    """Returns `task` as an `int`, or raises: TypeError, ValueError."""
+    """Returns `task` as an `int`; raises an error if there is no such task."""
     is_int = isinstance(task, numbers.Integral) and not isinstance(task, bool)
     if not is_int or not 0 <= task < num_tasks:
         raise (ValueError if is_int else TypeError)(
@@ -197,10 +197,10 @@ def check_task(
 def _value_bytes(spec: VariableSpec) -> int:
     if spec.num_elements is None or spec.dtype == "string":
         raise ValueError(
-            "The bytes of a variable are known only if its shape is, and "
-            "strings have no size of their own. Received: "
+            "The size in bytes of a variable is known only if its shape is "
+            "fully known and its dtype is not string. Received: "
             f"shape={spec.shape}, dtype={spec.dtype} for variable "
-            f"{spec.name!r}. Give a load function that needs none."
+            f"{spec.name!r}. Use a load function that does not need the size."
         )
     return spec.num_elements * tf.as_dtype(spec.dtype).size
 

@@ -34,16 +34,16 @@ class VariableSpec:
     """Describes a variable to a placement strategy.
 
     Attributes:
-        name: The variable's name, `path` for a Keras variable.
-        shape: Tuple of ints; `None`, or with `None` inside, where unknown.
-        dtype: Name of the dtype. Anything `tf.as_dtype` takes is accepted.
-        trainable: Whether gradients are pushed to it. Default: True.
-        num_slots: Number of optimizer slots of the variable's shape and dtype,
-            kept on the same server. Default: 0.
-        extra_bytes: Bytes of slots of another shape (Adafactor's factors), on
-            the same server. Default: 0.
-        rows_per_step: Unique rows a step reads, for a variable that is looked
-            up by row. Default: every step reads all of it.
+        name: The variable's name; for a Keras variable, its `path`.
+        shape: Tuple of ints, `None` for unknown sizes; or `None`: unknown rank.
+        dtype: Name of the dtype; any argument of `tf.as_dtype` is accepted.
+        trainable: Whether the variable receives gradients. Default: True.
+        num_slots: Number of slot variables with the variable's shape and dtype,
+            on the same server. Default: 0.
+        extra_bytes: Bytes of slot variables of other shapes (such as the
+            factors of Adafactor), on the same server. Default: 0.
+        rows_per_step: Unique rows that a step looks up. Default: every step
+            reads the whole variable.
 
     Raises:
         ValueError: If a dimension or a count is negative.
@@ -75,12 +75,12 @@ class VariableSpec:
 
     @property
     def num_elements(self) -> int | None:
-        """Number of elements, `None` where the shape is not fully known."""
+        """Number of elements; `None` if the shape is not fully known."""
         return tf.TensorShape(self.shape).num_elements()
 
     @property
     def num_rows(self) -> int:
-        """Length of axis 0; 1 for a scalar, or where it is not known."""
+        """Size of axis 0; 1 for a scalar or if it is unknown."""
         rows = self.shape[0] if self.shape else None
         return 1 if rows is None else rows
 
@@ -118,13 +118,13 @@ def variable_spec(variable: Any) -> VariableSpec:
 def _op_spec(op: tf.Operation) -> VariableSpec:
     if op.type not in ("VarHandleOp", "Variable", "VariableV2"):
         raise TypeError(
-            "Only ops of type VarHandleOp, Variable and VariableV2 tell their "
-            f"size. Received: op {op.name!r} of type {op.type}. Give the "
-            "strategy a load function that knows such ops, or leave their "
-            "type out of `ps_ops`."
+            "The size is known only for ops of type VarHandleOp, Variable and "
+            f"VariableV2. Received: op {op.name!r} of type {op.type}. Give the "
+            "strategy a load function that supports such ops, or remove their "
+            "type from `ps_ops`."
         )
     # The output of a VarHandleOp is a scalar resource, and the output of a
-    # scalar `Variable` has no shape: only the attributes tell the truth.
+    # scalar `Variable` has no shape: only the attributes are reliable.
     shape = tf.TensorShape(op.get_attr("shape"))
     return VariableSpec(op.name, shape, op.get_attr("dtype"))
 
@@ -137,10 +137,10 @@ def creation_spec(
     trainable: bool | None = None,
     **unused_kwargs: Any,
 ) -> VariableSpec:
-    """Describes a variable from what a variable creator receives.
+    """Describes a variable from the arguments of a variable creator.
 
-    A callable initial value is traced in a scratch graph for its shape and
-    dtype, not executed: nothing is allocated and no random state moves.
+    A callable initial value is only traced in a scratch graph for its shape and
+    dtype: nothing is allocated and random states do not change.
     """
     if shape is None or dtype is None:
         value = initial_value
@@ -166,26 +166,26 @@ def describe(
 ) -> tuple[VariableSpec, ...]:
     """Describes the variables of a model without allocating them.
 
-    `model_fn` runs in a thread of its own, where Keras numbers layers from the
+    `model_fn` runs in a separate thread, where Keras numbers layers from the
     start, as for the first model of a process; the names of the caller's layers
-    do not change. Large variables get a handle and no memory, so a table of
+    do not change. Large variables get a handle but no memory, so a table of
     10^9 rows is described in a fraction of a second.
 
     Args:
         model_fn: Callable without arguments that returns a built and compiled
-            `keras.Model`. One that is not compiled has no slots.
-        rows_per_step: Unique rows a step reads, by variable name, for tables
-            that are looked up by row. Default: no such table.
+            `keras.Model`. A model that is not compiled has no slot variables.
+        rows_per_step: Dict from variable names to the number of unique rows a
+            step looks up, for embedding tables. Default: no such table.
 
     Returns:
         A tuple of `VariableSpec` in order of creation: the model's weights and
         seed states, without metrics (decision D3) and the optimizer's counters.
-        Slots are counted in their variable's `num_slots`.
+        Slot variables are counted in `num_slots` of their variable.
 
     Raises:
         TypeError: If `model_fn` is not callable or returns no Keras model.
-        ValueError: If the model is not built, `model_fn` computes with
-            variables, which have no values here, or `rows_per_step` names none.
+        ValueError: If the model is not built, `model_fn` reads variables, which
+            have no values here, or `rows_per_step` has an unknown name.
 
     >>> def model_fn():
     ...     model = keras.Sequential(
@@ -252,9 +252,9 @@ def _build(model_fn: Callable[[], keras.Model]) -> keras.Model:
     except tf.errors.OpError as e:
         # Reading a variable without memory gives no values, or an error.
         raise ValueError(
-            "Argument `model_fn` failed while it was described. Variables have "
-            "no values then: if it reads the value of a variable, as a model "
-            "that is built by calling it on data does, build from "
+            "Argument `model_fn` failed when called without memory for large "
+            "variables. If it reads the value of a variable (a model that is "
+            "built by calling it on data does), build the model from "
             "`keras.Input` or with `model.build(input_shape)` instead. "
             f"TensorFlow says: {e}"
         ) from e
@@ -263,10 +263,10 @@ def _build(model_fn: Callable[[], keras.Model]) -> keras.Model:
             "Argument `model_fn` must return a `keras.Model`. "
             f"Received: {model!r}."
         )
-    # An adversarial network has no `call`; only its parts are ever built.
+    # An adversarial network has no `call`: only its submodels are ever built.
     if not (model.built or model.weights):
         raise ValueError(
-            "Argument `model_fn` must return a built model, else its "
+            "Argument `model_fn` must return a built model; otherwise its "
             "variables are unknown. Begin with `keras.Input(...)` or call the "
             f"model on one. Received: {model!r}."
         )
@@ -275,15 +275,15 @@ def _build(model_fn: Callable[[], keras.Model]) -> keras.Model:
 
 
 def _with_slots(variable: keras.Variable, model: keras.Model) -> VariableSpec:
-    """Asks a copy of the optimizer what it would keep for this variable."""
+    """Describes a variable with the slots that a copy of the optimizer adds."""
     spec = variable_spec(variable)
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None or not variable.trainable:
         return spec
-    # The names of slots would not tell: Adafactor's factors have none.
+    # Slots cannot be found by name: Adafactor's factors have none.
     slots = _state(optimizer, [variable])
     for shape, _ in _state(optimizer, []):
-        # They come first; Nadam's own number is of the variables' dtype.
+        # These come first. Nadam's scalar takes the dtype of the variables.
         slots.remove(next(slot for slot in slots if slot[0] == shape))
     like = (tuple(variable.shape), spec.dtype)
     extra = sum(
@@ -303,9 +303,9 @@ def _state(
         copy = type(optimizer).from_config(optimizer.get_config())
     except TypeError as e:
         raise TypeError(
-            f"What {type(optimizer).__name__} keeps for a variable is known "
-            "from a copy of it, which failed. Have its `get_config` return all "
-            f"arguments of its `__init__`. Python says: {e}"
+            f"Could not copy {type(optimizer).__name__} to find its slot "
+            "variables. Let its `get_config` return all arguments of its "
+            f"`__init__`. Python says: {e}"
         ) from e
     copy.build(variables)
     return [(tuple(v.shape), v.dtype) for v in copy.variables]
