@@ -1,10 +1,10 @@
-"""Variables by name, whatever the cluster.
+"""Checkpoints of variables by name, for clusters of any shape.
 
-Read in this order: `names` (one name a variable, whatever its shards), `held`
-(values of one moment, while steps go on), `checkpoints` (saved in slices, by
-those who hold them; restored into any number), `rehash` (a growing table in
-another capacity), `estimator_checkpoint` (those that TF 2.15's Estimator
-wrote).
+Read in this order: `names` (a name per variable, independent of its shards),
+`held` (values of one moment, while steps continue), `checkpoints` (saved in
+slices by the servers that hold them, restored into any number of slices),
+`rehash` (a growing table with another capacity), `estimator_checkpoint` (reads
+checkpoints of TF1 and of TF 2.15's Estimator).
 """
 
 import lazy_loader

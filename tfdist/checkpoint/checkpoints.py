@@ -1,4 +1,4 @@
-"""Checkpoints that restore into a cluster of any shape (design decision D6)."""
+"""Checkpoints that restore into a cluster of any shape."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tfdist.training.finite import FiniteCheck, NonFiniteVariablesError
 
 _log = logging.getLogger(__name__)
 
-# What an iterator raises whose position cannot be saved.
+# Errors of an iterator whose position cannot be saved.
 _NO_POSITION = (tf.errors.FailedPreconditionError, tf.errors.UnimplementedError)
 _WAYS_OUT = (
     'To go on, write there `model_checkpoint_path: "model.ckpt-STEP"` of one '
@@ -47,9 +47,9 @@ _REHASH = (
     "--checkpoint={} --capacity=TABLE=ROWS --output=NEW_MODEL_DIR"
 )
 BASENAME = "model.ckpt"
-# What this process has found or saved, by directory.
+# The checkpoints that this process has found or saved, by directory.
 _ours = collections.defaultdict[str, set[str | None]](set)
-# What it takes from steps that go on meanwhile, at most.
+# The largest share of time that saving takes from concurrent steps.
 _COST_BEHIND = 0.1
 
 
@@ -65,20 +65,20 @@ class Checkpoints:
     'model.ckpt-7'
 
     Args:
-        directory: Where the checkpoints are.
-        variables: Name to variable, as from `named_variables`.
-        max_to_keep: Most recent checkpoints kept; `None` or 0 keeps all.
-        keep_every_n_hours: In addition keeps one per so many hours.
-        iterator_fn: Returns the iterator of the input, whose position is
-            saved too, or None. Where it cannot be saved, a warning says so.
+        directory: The directory of the checkpoints.
+        variables: Maps names to variables, as `named_variables` returns.
+        max_to_keep: Recent checkpoints to keep; `None` or 0 keeps all.
+        keep_every_n_hours: Also keeps one checkpoint every n hours.
+        iterator_fn: Returns the input's iterator, whose position is saved too,
+            or None. If the position cannot be saved, a warning says so.
         before_save: Called with the step before anything is saved.
-        check_numerics: Whether only finite values are saved.
+        check_numerics: Whether to refuse to save values that are not finite.
 
     Attributes:
         position_restored: Whether the input's position was restored.
-        optimizer_restored: Whether the optimizer's state was; see `restore`.
-        cost_secs: For how long steps had to wait for the last one, or a tenth
-            of the time for which it was written beside them.
+        optimizer_restored: Whether its state was restored; see `restore`.
+        cost_secs: How long steps had to wait for the last save, or a tenth of
+            the time during which it was written concurrently.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Checkpoints:
         before_save: Callable[[int], None] = lambda step: None,
         check_numerics: bool = True,
     ) -> None:
-        _newest(directory)  # Or raises.
+        _newest(directory)  # Raises if the list is damaged.
         self._directory = directory
         self._variables = variables = values_of(variables)
         self._keep = {
@@ -128,11 +128,11 @@ class Checkpoints:
 
     @property
     def latest(self) -> str | None:
-        """Path of the newest complete checkpoint, or None."""
+        """The path of the newest complete checkpoint, or None."""
         return self._manager.latest_checkpoint
 
     def prepare(self) -> None:
-        """Traces the functions that the first save would trace."""
+        """Traces in advance the functions that the first save needs."""
         self._set_iterator(self._iterator_fn())
         for part in (self._checkpoint, self._held, self._finite):
             if part:
@@ -143,19 +143,19 @@ class Checkpoints:
 
         Raises:
             NonFiniteVariablesError: a variable is not finite.
-            RuntimeError: another job has saved in the directory meanwhile.
+            RuntimeError: another job has saved in the directory since.
         """
         return self.save_behind(step, behind=False).result()
 
     def save_behind(
         self, step: int, behind: bool = True
     ) -> futures.Future[str]:
-        """As `save`, but steps may go on while it is written.
+        """Like `save`, but steps may continue while the checkpoint is written.
 
-        What is being written is waited for. Then it holds what it writes (see
-        `HeldValues`), and returns: when it has been written only where the
-        values do not `fit` twice, or have a copy for each replica. The future
-        is the path, or what `save` raises, whose `saved_step` is `step`.
+        Waits for the previous save, then holds the current values (see
+        `HeldValues`) and returns. If the values do not `fit` twice, or have a
+        copy per replica, it returns only after writing. The future's result is
+        the path, or the error of `save` with the attribute `saved_step`.
         """
         self.wait()
         since = time.monotonic()
@@ -171,7 +171,7 @@ class Checkpoints:
                 self.cost_secs = time.monotonic() - since
                 self.cost_secs *= _COST_BEHIND if behind else 1
                 written.set_result(path)
-            except BaseException as error:  # For whoever asks for the result.
+            except BaseException as error:  # For the caller of `result`.
                 what = summarize_error(error)
                 _log.warning("No checkpoint of step %d: %s", step, what)
                 vars(error)["saved_step"] = step
@@ -185,7 +185,7 @@ class Checkpoints:
         return written
 
     def wait(self, secs: float | None = None) -> bool:
-        """Waits for what is being written; whether that has ended by then."""
+        """Waits for the current save; returns whether it has ended."""
         begun = [self._writing] if self._writing else []
         return not futures.wait(begun, secs).not_done
 
@@ -205,7 +205,7 @@ class Checkpoints:
                 self._set_iterator(None)
 
     def _write(self, step: int) -> str:
-        """Writes what is held, or what is there."""
+        """Writes the held values, or else the current ones."""
         try:
             self._check_finite(step)
             self._check_alone(step)
@@ -231,7 +231,7 @@ class Checkpoints:
             )
 
     def _check_alone(self, step: int) -> None:
-        """Raises if another process has saved here since this one began."""
+        """Raises if another process has saved here since this one started."""
         ours = _ours[self._directory]
         ours |= {None, self.latest, *self._manager.checkpoints}
         if (newest := tf.train.latest_checkpoint(self._directory)) not in ours:
@@ -242,22 +242,22 @@ class Checkpoints:
         ours.add(os.path.join(self._directory, f"{BASENAME}-{step}"))
 
     def remove_unfinished(self) -> None:
-        """Removes what saves that were killed have left; none may run."""
+        """Removes the remains of killed saves; no save may be running."""
         for pattern in (f"{BASENAME}-*_temp*", "checkpoint.tmp*"):
             for path in tf.io.gfile.glob(f"{self._directory}/{pattern}"):
                 storage.remove_tree(path)
 
     def restore(self, position_of: Callable[[str], str] = str) -> str | None:
-        """Restores the newest checkpoint that is whole; returns its path.
+        """Restores the newest intact checkpoint; returns its path, or None.
 
-        The newest is the one that the file `checkpoint` names: whoever edits
-        it goes back to an earlier one, as with TF. Where it is damaged, a
-        warning says so, and the one before is taken. None if there is none.
-        The position in the input is that of the checkpoint `position_of` it.
+        The newest is the one named in the file `checkpoint`, which can be
+        edited to go back to an earlier one, as in TF. If it is damaged, a
+        warning says so, and the previous one is restored. `position_of` maps
+        its path to the checkpoint of the input's position.
 
         Raises:
-            ValueError: it holds other variables, or every checkpoint is
-                damaged, or their list is, or is missing.
+            ValueError: it holds other variables; every checkpoint is damaged;
+                the list of checkpoints is damaged or missing.
         """
         paths = listed(self._directory)
         if not paths:
@@ -285,7 +285,7 @@ class Checkpoints:
         return None
 
     def save_position(self, step: int) -> None:
-        """Writes where the input is, if that can be saved, and no variable."""
+        """Writes only the input's position, if it can be saved."""
         self._hold_position()
         if self._position is not None:
             checkpoint = tf.train.Checkpoint(iterator=self._position)
@@ -293,7 +293,7 @@ class Checkpoints:
             self._position.release()
 
     def restore_from(self, path: str, position: str) -> None:
-        """Restores one checkpoint, and the input's position from another."""
+        """Restores a checkpoint, and the input's position from another."""
         self.optimizer_restored = restore(path, self._variables, exact=True)
         if not tf.io.gfile.exists(f"{position}.index"):
             return
@@ -311,11 +311,11 @@ class Checkpoints:
 
 
 def latest(directory: str) -> str | None:
-    """Path of the newest complete checkpoint in `directory`, or None.
+    """Returns the path of the newest checkpoint in `directory`, or None.
 
-    As `tf.train.latest_checkpoint`, but an error where the directory cannot be
-    read (`OpError`), or the list of its checkpoints (`ValueError`): a job would
-    start over.
+    Like `tf.train.latest_checkpoint`, but raises an error if the directory
+    (`OpError`) or the list of its checkpoints (`ValueError`) cannot be read,
+    since a job would otherwise start over.
 
     >>> tfdist.checkpoint.latest(directory) is None
     True
@@ -327,9 +327,9 @@ def latest(directory: str) -> str | None:
 
 
 def listed(directory: str) -> list[str]:
-    """The checkpoints of `directory`, the newest first.
+    """Returns the checkpoints of `directory`, the newest first.
 
-    Where the list was edited to go back, from the one in its first line on.
+    If the list was edited to go back, starts with the one in its first line.
     """
     first = _newest(directory)
     state = tf.train.get_checkpoint_state(directory)
@@ -358,7 +358,7 @@ def _check_there_is_none(directory: str) -> None:
 
 
 def _newest(directory: str) -> str | None:
-    """As `tf.train.latest_checkpoint`; says where a list is that is no text."""
+    """Like `tf.train.latest_checkpoint`; names the list if it is not text."""
     try:
         return tf.train.latest_checkpoint(directory)
     except UnicodeDecodeError as error:
@@ -373,21 +373,21 @@ def restore(
 ) -> bool:
     """Assigns the values in checkpoint `path` to `variables`, by name.
 
-    A learning rate may be missing on either side, where there is a schedule,
-    and the counts of `DynamicEmbedding(admit_after=...)`, which begin at 0.
+    Either side may lack a learning rate, if the other has a schedule, and the
+    counts of `DynamicEmbedding(admit_after=...)`, which then start at 0.
 
     Args:
-        path: The checkpoint.
-        variables: Name to variable.
-        exact: Whether the checkpoint must hold nothing but `variables`. Where
-            other variables were trained then, so that slots differ, no value
-            of an optimizer is restored.
+        path: The path of the checkpoint.
+        variables: Maps names to variables.
+        exact: Whether the checkpoint must hold only `variables`. If slots
+            differ because other variables were trained when it was saved, no
+            value of an optimizer is restored.
 
     Returns:
-        Whether the values of optimizers, if there are any, were restored.
+        Whether the values of optimizers, if any, were restored.
 
     Raises:
-        ValueError: the variables differ; the message lists in what.
+        ValueError: the variables differ; the message lists the differences.
 
     >>> saved, empty = tf.Variable(1.0), tf.Variable(0.0)
     >>> variables = {"weight": saved}

@@ -1,4 +1,4 @@
-"""What a checkpoint of TF's Estimator holds, read into a Keras model."""
+"""Reads checkpoints of TF's Estimator into Keras models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tfdist._tf.private_checkpoints import Saveable
 from tfdist._tf.private_keras import SEED_STATE_NAME
 from tfdist.checkpoint.names import named_variables
 
-# From names here to those of TF 2.15; what fits none is called the same.
+# From names here to those of TF 2.15; all other names are the same.
 _RULES = (
     (r"^linear/bias_weights$", r"linear/linear_model/bias_weights"),
     (
@@ -25,8 +25,8 @@ _RULES = (
     ),
     (r"^dnn/batchnorm_(\d+)/", r"dnn/hiddenlayer_\1/batchnorm_\1/"),
 )
-# Slots that the same rule kept there: what it called them in Keras 2, and what
-# stood behind the variable's name with an optimizer of `tf.train`.
+# Slots that have the same meaning in TF 2.15: their names in Keras 2, and the
+# suffix of the variable's name with an optimizer of `tf.train`.
 _SLOTS = {
     ("Adagrad", "accumulator"): ("accumulator", "Adagrad"),
     ("Adam", "momentum"): ("m", "Adam"),
@@ -41,7 +41,7 @@ _SLOTS = {
 
 
 def estimator_name(path: str) -> str:
-    """What TF 2.15 called the variable of a canned model.
+    """Returns the name of a canned model's variable in TF 2.15.
 
     >>> estimator_name("linear/job/embeddings")
     'linear/linear_model/job/weights'
@@ -54,7 +54,7 @@ def estimator_name(path: str) -> str:
 
 
 def saved_weight_name(name: str, saved: Iterable[str]) -> str:
-    """What a checkpoint calls it, whatever its column's name is made of."""
+    """Returns a weight's name in the checkpoint, also for unusual columns."""
 
     def plain(name: str) -> str:
         return re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)
@@ -74,7 +74,7 @@ def saved_weight_name(name: str, saved: Iterable[str]) -> str:
 def saved_slot_name(
     weight: str, rule: str, kind: str, saved: Iterable[str]
 ) -> str:
-    """What a checkpoint calls the slot of a weight that has a name there.
+    """Returns the name of a weight's slot in the checkpoint.
 
     >>> saved_slot_name("w", "Adam", "momentum", ["w", "training/Adam_1/w/m"])
     'training/Adam_1/w/m'
@@ -91,9 +91,10 @@ def saved_slot_name(
 
 
 def restore(path: str, variables: Mapping[str, Saveable]) -> None:
-    """Assigns what checkpoint `path` of TF1 holds to `variables`, by its names.
+    """Assigns the values in a TF1 checkpoint to `variables`, by its names.
 
-    If it lacks one, or has it in another shape, it raises and assigns nothing.
+    Raises an error, and assigns nothing, if a variable is missing or has
+    another shape.
     """
     reader = tf.train.load_checkpoint(path)
     shapes = reader.get_variable_to_shape_map()
@@ -113,15 +114,15 @@ def restore(path: str, variables: Mapping[str, Saveable]) -> None:
 
 
 def read_estimator_checkpoint(model: keras.Model, path: str) -> list[str]:
-    """Gives a canned model the weights that TF's canned estimator learned.
+    """Loads the weights of TF's canned estimator into a canned model.
 
-    The columns, the hidden layers and the classes must be the same. Slots of
-    optimizers and the step are left alone; `tfdist.WarmStartSettings` takes
-    slots too.
+    The columns, the hidden layers and the classes must be the same. Optimizer
+    slots and the step are not changed; `tfdist.WarmStartSettings` loads slots,
+    too.
 
     Args:
-        model: What the `model_fn` of a canned estimator returns.
-        path: Checkpoint, or directory of which the latest is read.
+        model: The model returned by the `model_fn` of a canned estimator.
+        path: A checkpoint, or a directory whose latest checkpoint is read.
 
     Returns:
         The names of the variables that were read.

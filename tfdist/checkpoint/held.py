@@ -1,4 +1,4 @@
-"""Values as they are at one moment, held while they are written."""
+"""Holds the values of one moment while they are written."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ _NO_MEMORY = (
 
 
 class HeldValues:
-    """A second variable beside each, on the same machine, in host memory.
+    """Adds a second variable to each, on the same machine, in host memory.
 
-    To hold a value takes no time: both share its memory until a step writes
-    the first again, which then copies it; of a table all rows, not those that
-    it updates alone. So a server may need the memory of its variables a second
-    time from the next step until `release`: see `fit`.
+    Holding a value takes no time: the two variables share memory until a step
+    writes the first one, which copies it (for a table, all rows, not only the
+    updated ones). So a server may need its variables' memory twice, from the
+    next step until `release`; see `fit`.
 
     TensorFlow's own `CheckpointOptions(enable_async=True)` copies all variables
-    to the machine that saves, which they may not fit; it tells nobody of an
-    error before the next save, and holds no position of an input.
+    to the machine that saves, where they may not fit; it reports an error only
+    at the next save, and does not hold the input's position.
 
     Args:
-        variables: Name to variable; see `can_hold`.
+        variables: Maps names to variables; see `can_hold`.
 
     Attributes:
-        variables: Name to what a checkpoint saves in place of it.
-        bytes: Device to how many are held there, at most.
-        hold: Takes the values of now; no step may be under way.
-        release: Gives the memory back.
+        variables: Maps names to the variables that a checkpoint saves instead.
+        bytes: Maps devices to the largest number of bytes held there.
+        hold: Holds the current values; no step may be running.
+        release: Frees the memory.
     """
 
     def __init__(self, variables: Mapping[str, Saveable]) -> None:
@@ -59,10 +59,10 @@ class HeldValues:
             function.get_concrete_function()
 
     def fit(self) -> bool:
-        """Whether every machine has the memory, and at first as much again.
+        """Whether every machine has the memory (twice that at the first call).
 
-        Later less is free where a process keeps what `release` gave back. Else
-        nothing may write the variables before `release`.
+        Later calls ask for less, since processes may keep memory that `release`
+        freed. If False, no step may write the variables before `release`.
         """
         need: collections.Counter[str] = collections.Counter()
         with futures.ThreadPoolExecutor() as pool:
@@ -103,7 +103,7 @@ class HeldValues:
         @functools.cache
         def nothing(device: str, dtype: tf.DType) -> tf.Tensor:
             with tf.device(device):
-                # Of unknown shape, else it would have to be the variable's.
+                # Its shape is unknown: a known one must be the variable's.
                 return tf.compat.v1.placeholder_with_default(
                     tf.zeros([0], dtype), shape=None
                 )
@@ -115,7 +115,7 @@ class HeldValues:
 
 
 def can_hold(variables: Mapping[str, Saveable]) -> bool:
-    """Whether each is in one place, not with a copy for each replica.
+    """Whether each variable is in one place, without copies per replica.
 
     >>> can_hold({"weight": tf.Variable(1.0)})
     True

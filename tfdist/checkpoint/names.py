@@ -1,7 +1,7 @@
-"""What the variables of a model are called in its checkpoints.
+"""The names of a model's variables in its checkpoints.
 
-Keras 3 numbers them, so the order in which layers were made is part of its
-format. Here every variable, and its value, has the name of its path.
+Keras 3 numbers variables, so its format depends on the order in which layers
+were created. Here each variable is stored under its path.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from tfdist.embeddings.layer import copy_shard, logical_path, runs_of, shard_of
 from tfdist.training import optimizers, slots
 
 GLOBAL_STEP = "global_step"
-# Of these TensorFlow writes slices, and reads them in the same ones alone.
+# TensorFlow can restore slices of these dtypes only into the same slices.
 _NO_SLICES = {"float16", "uint16", "uint32", "uint64"}
-_OF_STEP = "train_step"  # Begins the names of what it alone uses.
+_OF_STEP = "train_step"  # Prefix of variables that only `train_step` uses.
 _PREFIX = "variables/"
 _SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"
 
@@ -34,12 +34,11 @@ def named_variables(
     global_step: tf.Variable | None = None,
     optimizer: bool = True,
 ) -> dict[str, Saveable]:
-    """What a checkpoint of `model` holds, by name.
+    """Maps names to the variables in a checkpoint of `model`.
 
-    A variable is called by its path, the shards of a table together by the
-    path that the table would have in one piece, and a slot
-    `<variable>/<optimizer>/<slot>`, as in TF1. Variables that share a path are
-    given others: the names of the layers that they are in.
+    A variable is named by its path; the shards of a table have the path of the
+    whole table; and a slot variable is `<variable>/<optimizer>/<slot>`, as in
+    TF1. Variables with equal paths get distinct ones from their layers' names.
 
     >>> model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
     >>> [name.split("/")[-1] for name in named_variables(model)]
@@ -48,11 +47,11 @@ def named_variables(
     Args:
         model: A built model.
         global_step: The job's step counter, saved as `global_step`.
-        optimizer: Whether those of the optimizer are, which is then built.
+        optimizer: Whether to include the optimizer's variables; it is built.
 
     Raises:
-        ValueError: two variables have one name, or one that of the counter; a
-            table in shards is of float16.
+        ValueError: two variables have the same name, or one has that of the
+            step counter; a table in shards is of float16.
     """
     make_paths_unique(model)
     grouped: dict[str, list[keras.Variable]] = collections.defaultdict(list)
@@ -95,7 +94,7 @@ def named_variables(
 
 
 def values_of(variables: Mapping[str, Any]) -> dict[str, Saveable]:
-    """Name to variable; of one of Keras what holds its value."""
+    """Maps names to variables, with Keras variables as `tf.Variable`s."""
     return {
         name: v.value if isinstance(v, keras.Variable) else v
         for name, v in variables.items()
@@ -103,7 +102,7 @@ def values_of(variables: Mapping[str, Any]) -> dict[str, Saveable]:
 
 
 def _is_whole(shards: Sequence[keras.Variable]) -> bool:
-    """Whether they are the shards of one table: none has rows of another."""
+    """Whether variables are the shards of one table, without common rows."""
     if any(shard_of(shard) is None for shard in shards):
         return False
     rows = [row for shard in shards for row, _ in runs_of(shard)]
@@ -113,7 +112,7 @@ def _is_whole(shards: Sequence[keras.Variable]) -> bool:
 def _add_optimizer(
     grouped: dict[str, list[keras.Variable]], model: keras.Model
 ) -> None:
-    """Adds the slots, after their variables, and what all variables share."""
+    """Adds slots, named after their variables, and shared variables."""
     parts = optimizers.parts(model.optimizer)
     names = optimizers.part_names(model.optimizer)
     seen = set()
@@ -136,7 +135,7 @@ def _add_optimizer(
 
 
 def of_optimizers(saved: Iterable[str], names: Iterable[str]) -> set[str]:
-    """Their names, if slots differ since other variables are trained now.
+    """Returns optimizer variables if slots differ since others are trained.
 
     >>> saved = ["a/kernel", "b/kernel", "adam/iteration"]
     >>> sorted(of_optimizers(saved, [*saved, "a/kernel/adam/momentum"]))
@@ -146,7 +145,7 @@ def of_optimizers(saved: Iterable[str], names: Iterable[str]) -> set[str]:
     end = "/iteration"
     beside = (n.rpartition("/")[0].rpartition("/") for n in both)
     have_slots = {name for head, _, name in beside if head in both}
-    optimizers = {  # A layer may have a weight that is called so, too.
+    optimizers = {  # A layer may also have a weight with this name.
         name
         for n in both
         if n.endswith(end) and (name := n.removesuffix(end))
@@ -154,7 +153,7 @@ def of_optimizers(saved: Iterable[str], names: Iterable[str]) -> set[str]:
     }
 
     def variable(name: str) -> str:
-        """Whose slot it is."""
+        """The variable that a slot belongs to, or ""."""
         head, _, optimizer = name.rpartition("/")[0].rpartition("/")
         return head if optimizer in optimizers else ""
 
@@ -168,9 +167,9 @@ def of_optimizers(saved: Iterable[str], names: Iterable[str]) -> set[str]:
 
 
 def left_out(saved: Iterable[str], names: Iterable[str]) -> list[str]:
-    """The weights among `saved` that a model of variables `names` has not.
+    """Returns the weights in `saved` that a model with `names` lacks.
 
-    Nothing of optimizers, no random seeds, and nothing that may differ.
+    Ignores optimizer variables, random seeds, and variables that may differ.
 
     >>> left_out(["a/bias", "a/bias/sgd/momentum", "b/bias", "sgd/iteration"],
     ...          ["a/bias"])
@@ -182,17 +181,17 @@ def left_out(saved: Iterable[str], names: Iterable[str]) -> list[str]:
     return sorted(
         name
         for name in saved - names - {GLOBAL_STEP} - may_differ(saved, names)
-        # It has a slot's name, or that of what an optimizer has once.
+        # Neither the name of a slot, nor of another optimizer variable.
         if not others.intersection(name.split("/")[-2:])
         and name.partition("/")[0] not in others
     )
 
 
 def may_differ(saved: Iterable[str], names: Iterable[str]) -> set[str]:
-    """Variables that only one has, and need not have.
+    """Returns variables that only one side has, and that are optional.
 
-    Learning rates, where the other has a schedule; the counts of
-    `DynamicEmbedding(admit_after=...)`, where the other admits every id.
+    Learning rates, if the other side has a schedule; the counts of
+    `DynamicEmbedding(admit_after=...)`, if the other side admits every id.
 
     >>> may_differ(["sgd/iteration", "sgd/learning_rate"], ["sgd/iteration"])
     {'sgd/learning_rate'}
@@ -208,7 +207,7 @@ def may_differ(saved: Iterable[str], names: Iterable[str]) -> set[str]:
 
 
 def saved_shapes(path: str) -> dict[str, Sequence[int]]:
-    """Name to shape of every variable in a checkpoint of tfdist."""
+    """Maps names to shapes of all variables in a checkpoint of tfdist."""
     shapes = {
         name: shape
         for key, shape in tf.train.list_variables(path)
@@ -224,7 +223,7 @@ def saved_shapes(path: str) -> dict[str, Sequence[int]]:
 
 
 def other_dtypes(path: str, variables: Mapping[str, Saveable]) -> list[str]:
-    """Lines about the variables that checkpoint `path` has in another dtype."""
+    """Lists the variables that checkpoint `path` has in another dtype."""
     dtypes = tf.train.load_checkpoint(path).get_variable_to_dtype_map()
     saved = {name_of(key): dtype for key, dtype in dtypes.items()}
     return [
@@ -235,7 +234,7 @@ def other_dtypes(path: str, variables: Mapping[str, Saveable]) -> list[str]:
 
 
 def tables_in(path: str, tables: Iterable[str]) -> dict[str, Sequence[int]]:
-    """As `saved_shapes`; raises unless there are such growing tables."""
+    """Like `saved_shapes`; raises if it lacks one of the growing tables."""
     shapes = saved_shapes(path)
     found = {n.removesuffix("/seen") for n in shapes if n.endswith("/seen")}
     if unknown := sorted({*tables} - found):
@@ -247,7 +246,7 @@ def tables_in(path: str, tables: Iterable[str]) -> dict[str, Sequence[int]]:
 
 
 def name_of(key: str) -> str:
-    """The variable that a key of a checkpoint holds; "": none.
+    """Returns the name of the variable of a checkpoint's key, or "".
 
     >>> name_of("variables/encoder..Self.Sq/.ATTRIBUTES/VARIABLE_VALUE")
     'encoder.Self/q'
@@ -259,7 +258,7 @@ def name_of(key: str) -> str:
 
 
 def load_variable(path: str, name: str) -> np.ndarray:
-    """The value of a variable in checkpoint `path`, whatever its shards.
+    """Returns the value of a variable in checkpoint `path`.
 
     >>> variables = {"weight": tf.Variable([1.0, 2.0])}
     >>> path = tfdist.checkpoint.Checkpoints(directory, variables).save(1)
@@ -273,13 +272,14 @@ def load_variable(path: str, name: str) -> np.ndarray:
 def load_rows(
     path: str, table: str
 ) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
-    """Ids that a `DynamicEmbedding` has rows for, these rows, and their slots.
+    """Reads the ids, rows and slots of a `DynamicEmbedding`.
 
-    In a checkpoint, or the newest of a directory, by the layer's path. In no
-    order: int64 `(n,)`; `(n, output_dim)`; such arrays by the optimizer's names
-    for its slots. Strings are known by `tf.bitcast(tf.fingerprint(strings),
-    tf.int64)` alone. It needs memory for what it returns, and on top twice that
-    of all rows, then of each slot, as saved: with those that no id has.
+    `path` is a checkpoint, or a directory whose newest one is read; `table` is
+    the path of the layer. Returns, in no particular order, ids int64 `(n,)`,
+    rows `(n, output_dim)`, and arrays like the rows by the optimizer's names of
+    slots. The ids of strings are `tf.bitcast(tf.fingerprint(strings),
+    tf.int64)`. Needs memory for the results, plus twice that of all saved rows
+    (or of a slot), including unused ones.
 
     >>> def model_fn():
     ...     ids = keras.Input([], dtype="int64")
@@ -295,9 +295,9 @@ def load_rows(
     ([-7, 5], (2, 2), ['accumulator'])
 
     Raises:
-        ValueError: it has no such table; the message lists those it has.
+        ValueError: there is no such table; the message lists those there are.
     """
-    # All of one checkpoint: a job may write the next meanwhile.
+    # Resolved once: a job may write the next checkpoint meanwhile.
     path = tf.train.latest_checkpoint(path) or path
     shapes, name = tables_in(path, [table]), f"{table}/embeddings"
     keys = load_variable(path, f"{table}/keys").ravel()
@@ -312,12 +312,12 @@ def load_rows(
 
 
 def step_of(path: str) -> int:
-    """The step at which checkpoint `path` was written.
+    """Returns the step at which checkpoint `path` was written.
 
     >>> variables = {"global_step": tf.Variable(7, dtype=tf.int64)}
     >>> path = tfdist.checkpoint.Checkpoints(directory, variables).save(7)
     >>> tfdist.checkpoint.step_of(path)
     7
     """
-    saved_shapes(path)  # Raises if nobody knows what it holds.
+    saved_shapes(path)  # Raises if it is not one of tfdist's.
     return int(load_variable(path, GLOBAL_STEP))

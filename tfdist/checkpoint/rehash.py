@@ -1,8 +1,8 @@
-"""Gives growing tables of a checkpoint another capacity.
+"""Changes the capacity of growing tables in a checkpoint.
 
     tfdist rehash --checkpoint=job --capacity=table=200000 --output=larger_job
 
-Ids keep their rows, optimizer slots and last steps; all else is copied.
+Ids keep their rows, optimizer slots and last steps; the rest is copied.
 """
 
 from __future__ import annotations
@@ -21,17 +21,16 @@ from tfdist.checkpoint.names import load_variable, name_of, tables_in
 from tfdist.embeddings.filling import place
 from tfdist.embeddings.index import SEGMENT
 
-# So much is read, at least, before it is written.
+# The least number of bytes that is read before it is written.
 _BYTES = 1 << 30
 
 
 def rehash(path: str, output: str, capacities: Mapping[str, int]) -> str:
-    """Writes checkpoint `path` into directory `output`; returns its path there.
+    """Writes checkpoint `path` into directory `output`; returns its new path.
 
-    `capacities` are those of tables by the layer's path. It needs memory for
-    the largest variable, before and after. Raises `ValueError`, and writes
-    nothing, if there is no such table, ids find no room, or there are
-    checkpoints in `output`.
+    `capacities` maps the paths of layers to their new capacities. Needs memory
+    for the largest variable twice. Raises `ValueError`, and writes nothing, if
+    a table does not exist, ids find no room, or `output` has checkpoints.
     """
     if checkpoints.latest(output):
         raise ValueError(f"There are checkpoints in {output!r} already.")
@@ -44,7 +43,7 @@ def rehash(path: str, output: str, capacities: Mapping[str, int]) -> str:
     values: dict[str, tf.Tensor] = {}
 
     def write() -> None:
-        if not values:  # TensorFlow writes no file of nothing.
+        if not values:  # TensorFlow does not write empty files.
             return
         parts.append(f"{temporary}/part-{len(parts)}")
         tf.raw_ops.SaveV2(
@@ -80,7 +79,7 @@ def rehash(path: str, output: str, capacities: Mapping[str, int]) -> str:
             checkpoint_prefixes=parts, destination_prefix=found
         )
     storage.remove_tree(temporary)
-    # As a `CheckpointManager` does: `output` may be moved.
+    # Relative paths, like a `CheckpointManager`: `output` may be moved.
     kinds = "model_checkpoint_path", "all_model_checkpoint_paths"
     text = "".join(f'{kind}: "{basename}"\n' for kind in kinds)
     storage.write_text(os.path.join(output, "checkpoint"), text)
@@ -90,7 +89,7 @@ def rehash(path: str, output: str, capacities: Mapping[str, int]) -> str:
 def _move(
     path: str, table: str, capacity: int
 ) -> Callable[[str, np.ndarray], np.ndarray]:
-    """From a variable of a table to what it is in another capacity."""
+    """Returns a function that moves a table's variable to the capacity."""
     check_positive("capacity", capacity)
     keys = load_variable(path, f"{table}/keys").ravel()
     before = np.flatnonzero(keys)
@@ -101,7 +100,7 @@ def _move(
         if kind == "keys":
             return held
         if kind == "sketch":
-            # Of all segments an id may come from: no count is too low.
+            # The most of all segments an id may come from: never too low.
             counts = value.view(np.uint8)
             ends = [
                 (i * old // new, -(-(i + 1) * old // new)) for i in range(new)
@@ -115,7 +114,7 @@ def _move(
             found = np.zeros([new * SEGMENT, *value.shape[1:]], value.dtype)
             found[after] = value[before]
         else:
-            return value  # What an optimizer keeps of all rows together.
+            return value  # An optimizer variable for all rows together.
         return found
 
     return moved
@@ -127,7 +126,7 @@ def _capacity(text: str) -> tuple[str, int]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; 0. What it refuses exits with 2 and a message."""
+    """Runs the command; returns 0. Errors exit with 2 and a message."""
     parser = argparse.ArgumentParser(
         "tfdist rehash",
         description="Gives growing tables of a checkpoint another capacity.",

@@ -1,11 +1,11 @@
-"""Tables that are split over parameter servers, and those that grow there.
+"""Embedding tables split over parameter servers, of fixed or growing size.
 
-Read in this order: `layer` (the Keras layer), `lookups` (which rows a step
-reads), `routing` (which server holds them); then of tables that grow `dynamic`
-(the layer), `growing` (its shards), `index` (which slot is whose), `places`
-(shards that are searched together), `admission` (which ids get a slot),
-`initial` (what a row begins with), `filling` (many ids at once, from a
-checkpoint), `static` (in a SavedModel).
+Read in this order: `layer` (the Keras layer), `lookups` (the rows that a step
+reads), `routing` (the servers that hold them); then, for growing tables,
+`dynamic` (the layer), `growing` (its shards), `index` (the slot of each id),
+`places` (shards that are searched together), `admission` (which ids get a
+slot), `initial` (initial values of rows), `filling` (inserting many ids from a
+checkpoint), `static` (tables in a SavedModel).
 """
 
 import lazy_loader

@@ -1,9 +1,9 @@
-"""How often a new id was seen, about: a count-min sketch.
+"""Estimates how often a new id was seen, with a count-min sketch.
 
-Which counts ids without remembering them: never too low, but for its ageing,
-and too high where other ids have counted in all places of one. (Cormode and
-Muthukrishnan, 2005; raising the lowest counts alone, Estan and Varghese, 2002;
-halving, so that the ids of long ago make room, Einziger and Friedman, 2015.)
+A sketch counts ids without storing them. Apart from ageing, a count is never
+too low; it is too high if other ids share all of its places. (Cormode and
+Muthukrishnan, 2005. Only the lowest counts are raised: Estan and Varghese,
+2002. Counts are halved to make room for new ids: Einziger and Friedman, 2015.)
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import tensorflow as tf
 from tfdist.embeddings.places import WRITE, Places
 
 WIDTH = 2048
-"""Words of a segment, of four counts each: two counts for each slot."""
+"""Words per segment, of four counts each: two counts per slot."""
 PERIOD = 2048
-"""After so many sights of ids without a slot, a segment's counts halve."""
+"""A segment's counts halve whenever it has counted so many ids."""
 MOST = 127
-"""How far a count goes, of eight bits: many may be added at once."""
-_PLACES = np.array([0, 13, 26])  # Of a key's bits; its segment has upper ones.
+"""The largest count, of eight bits: several may be added at once."""
+_PLACES = np.array([0, 13, 26])  # Bits of a key; upper ones: its segment.
 
 
 def seen_again(
@@ -31,10 +31,10 @@ def seen_again(
     keys: tf.Tensor,
     places: Places,
 ) -> tf.Tensor:
-    """Counts each key once; returns how often each was seen, int32.
+    """Counts each key once; returns the counts, int32.
 
-    A sketch is int32 `(segments, WIDTH)`, of one shard. Each key is unique in
-    its shard and has a `segment` there.
+    A sketch is int32 `(segments, WIDTH)`, for one shard. Keys are unique within
+    their shard, where each has a `segment`.
     """
     bits = tf.bitwise.right_shift(keys[:, tf.newaxis], _PLACES)
     row = tf.broadcast_to(segment[:, tf.newaxis], tf.shape(bits))
@@ -43,7 +43,7 @@ def seen_again(
     words = places.read(tf.gather_nd, sketches, at)
     counts = tf.bitwise.right_shift(words, shift) % 256
     lowest = tf.reduce_min(counts, axis=1, keepdims=True)
-    # Of keys that share a count each raises it, so none is too low.
+    # Keys that share a count all raise it, so none is too low.
     raised = tf.cast((counts == lowest) & (counts < MOST), tf.int32)
     raised = tf.bitwise.left_shift(raised, shift)
     places.scatter(tf.raw_ops.ResourceScatterNdAdd, sketches, at, raised)
@@ -55,6 +55,6 @@ def age(
 ) -> None:
     """Halves the counts of segments."""
     halves = tf.bitwise.right_shift(places.gather(sketches, segment), 1)
-    # Without the bits that came from the count beside.
+    # Without the bits shifted in from the adjacent count.
     halves = tf.bitwise.bitwise_and(halves, 0x7F7F7F7F)
     places.scatter(WRITE, sketches, segment, halves)

@@ -1,4 +1,4 @@
-"""Embedding tables for ids that nobody can list beforehand."""
+"""Embedding tables for ids that are not known beforehand."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NOT_HERE = (
     "partition_strategy embeddings_regularizer embeddings_constraint mask_zero"
 ).split()
 
-# Beside each shard: name and dtype, and the shape of what a segment has.
+# Variables that accompany each shard: name, dtype and shape per segment.
 _BESIDE = (
     ("keys", "int64", (SEGMENT // BUCKET, BUCKET)),
     ("seen", "int32", (SEGMENT,)),
@@ -35,14 +35,14 @@ _BESIDE = (
 
 @keras.saving.register_keras_serializable(package="tfdist")
 class DynamicEmbedding(PartitionedEmbedding):
-    """Looks up rows of any ids; an id gets its row when it is first trained.
+    """An embedding layer that allocates a row for an id when it is trained.
 
-    As `PartitionedEmbedding`, without a vocabulary: ids are any integers or
-    strings, hashed or not, and no two share a row. Training gives an id a
-    row in its first update, or a later one (`admit_after`); evaluation,
-    prediction and exports never do. An id without a row reads what its row
-    would begin with; until it gets one its gradients are dropped, and counted
-    (`counters`).
+    Like `PartitionedEmbedding`, without a vocabulary: ids are any integers or
+    strings, hashed or not, and no two share a row. Training allocates the row
+    of an id in its first update, or a later one (`admit_after`); evaluation,
+    prediction and exports never do. An id without a row reads its row's
+    initial value; its gradients are dropped and counted (`counters`) until it
+    has a row.
 
     >>> layer = DynamicEmbedding(4, capacity=10_000, combiner="sum")
     >>> layer(tf.constant([["a user", "an item"], ["a user", ""]])).shape
@@ -50,47 +50,50 @@ class DynamicEmbedding(PartitionedEmbedding):
     >>> layer.num_ids()
     0
 
-    Tables of one width with the same options are looked up together, in hardly
-    more ops than one. A SavedModel that tfdist exports holds the rows in use
-    alone. Not supported yet: regularizers, constraints, `mask_zero`.
+    Tables of the same width and options are looked up together, with hardly
+    more ops than a single table. SavedModels exported by tfdist contain only
+    the rows in use. Not supported: regularizers, constraints, `mask_zero`.
 
     Args:
-        output_dim: Length of a row.
-        capacity: Rows, rounded up to 4,096; some 12 bytes each on top of row
-            and optimizer slots. An id finds no room where its segment of 4,096
-            is full, so let it be a third more than the ids that you expect.
-        num_shards: Pieces, of 4,096 rows at least; see `PartitionedEmbedding`.
-        partitioner: Excludes `num_shards`; sees the rounded capacity.
-        combiner: As of `PartitionedEmbedding`.
-        admit_after: An id gets its row in the update that is its so many-th, at
-            most 127, so that ids that come once take none. A sketch of 2 bytes
-            a row counts them, and halves its counts whenever it has counted
-            half as many ids as the table has rows: a rare id may wait longer,
-            and of 20 new ones about one waits shorter. Default: 1. A job may go
-            on with another: what it turns on counts from 0.
-        evict_after_steps: An id that has been in none of so many updates, of
-            all workers together, may lose its row to one that finds no room:
-            the oldest of the 32 that the new one may take. It begins anew when
-            it comes back, even if it was read before and is updated after the
-            loss. Updates of a server's tables that evict take turns. Default:
-            never. Switched on later, ids count as never seen until they are.
-        embeddings_initializer: Constant, uniform or normal, of Keras'. A row
-            begins with a function of id, layer name and the initializer's
-            seed (None counts as 0), so it does not depend on `num_shards`.
-        name: Name of the layer.
-        **kwargs: As for every layer.
+        output_dim: The length of a row.
+        capacity: The number of rows, rounded up to a multiple of 4,096; each
+            takes about 12 bytes besides its values and optimizer slots. An id
+            is refused if its segment of 4,096 rows is full, so choose a third
+            more than the number of ids that you expect.
+        num_shards: The number of shards, of at least 4,096 rows each; see
+            `PartitionedEmbedding`.
+        partitioner: Excludes `num_shards`; receives the rounded capacity.
+        combiner: As for `PartitionedEmbedding`.
+        admit_after: The update (1 to 127) in which an id gets its row, so that
+            ids that occur only once take none. A sketch of 2 bytes per row
+            counts ids, and halves its counts whenever it has counted half as
+            many ids as the table has rows: a rare id may wait longer, and about
+            one new id in 20 waits less. Default: 1. It may change when a job
+            resumes; a new sketch counts from 0.
+        evict_after_steps: An id that appeared in none of the last so many
+            updates (of all workers) may lose its row to an id that finds no
+            room: the oldest of the 32 rows that the new id may take. If it
+            returns it starts over, even if its row was read before the
+            eviction and is updated afterwards. Updates of a server's evicting
+            tables take turns. Default: never. If it is enabled later, ids count
+            as never seen until they are seen.
+        embeddings_initializer: Keras' constant, uniform or normal. The initial
+            row is a function of the id, the layer's name and the initializer's
+            seed (None counts as 0), so it is independent of `num_shards`.
+        name: The name of the layer.
+        **kwargs: Arguments of every Keras layer.
 
     Call arguments:
-        ids: Integers or strings: dense, ragged or sparse.
-        weights: As of `PartitionedEmbedding`.
+        ids: Integers or strings; a dense, ragged or sparse tensor.
+        weights: As for `PartitionedEmbedding`.
 
     Raises:
         ValueError: a size is not positive, more shards than `capacity` has
             segments, another initializer, an argument that is not supported.
         TypeError: at the call: ids of another dtype.
-        LookupError: a model is trained by other means than tfdist's steps.
+        LookupError: the model is not trained by steps of tfdist.
         tf.errors.InvalidArgumentError: at run time: the id -2**63, or a batch
-            that has more ids than the table has rows.
+            with more ids than the table has rows.
     """
 
     _arguments: ClassVar[Sequence[str]] = (
@@ -165,7 +168,7 @@ class DynamicEmbedding(PartitionedEmbedding):
         self._growing: list[Growing] = []
 
     def build(self, *input_shapes: Any) -> None:
-        """Creates the shards, and beside each what it needs to grow."""
+        """Creates the shards, and the variables that each needs to grow."""
         if self.built:
             return
         super().build(*input_shapes)
@@ -177,13 +180,13 @@ class DynamicEmbedding(PartitionedEmbedding):
             )
 
     def _initializer_of(self, shard: int) -> Callable[..., tf.Tensor]:
-        """Zeros: rows begin when they are claimed."""
+        """Returns zeros: rows are initialized when they are claimed."""
         return keras.initializers.Zeros()
 
     def _beside(
         self, i: int, name: str, dtype: str, shape: tuple[int, ...]
     ) -> keras.Variable:
-        """A variable beside a shard, of this shape for each segment of it."""
+        """Creates a variable next to a shard, with `shape` per segment."""
         (first, num), (size, *rest) = self._segments[i], shape
         part = f"_part_{i}" if self.num_shards > 1 else ""
         variable = VariableBeside(
@@ -196,20 +199,20 @@ class DynamicEmbedding(PartitionedEmbedding):
 
     @property
     def pieces(self) -> list[keras.Variable]:
-        """All variables that hold the table."""
+        """The variables that hold the table."""
         return [v for growing in self._growing for v in growing.pieces]
 
     def num_ids(self) -> int:
-        """How many ids have a row."""
+        """Returns the number of ids that have a row."""
         return int(self.counters()["num_ids"])
 
     def counters(self) -> dict[str, float]:
-        """What TensorBoard shows of the table.
+        """Returns the numbers about the table that TensorBoard shows.
 
-        How many ids have a row, `num_ids`, got one, `admitted_ids`, and lost
-        theirs, `evicted_ids`; the share of rows in use in the
-        `fullest_segment`, at 1 the first ids find no room; `dropped_gradients`:
-        of ids that found none, `refused`, or were `not_admitted` yet.
+        `num_ids` have a row, `admitted_ids` got one, `evicted_ids` lost theirs.
+        `fullest_segment` is the largest share of rows in use in a segment; at 1
+        it refuses ids. `dropped_gradients` is the sum of `refused` (no room)
+        and `not_admitted` (not yet).
         """
         by_segment = [each.ids_by_segment().numpy() for each in self._growing]
         held = np.concatenate(by_segment)
@@ -225,20 +228,20 @@ class DynamicEmbedding(PartitionedEmbedding):
         }
 
     def initial_rows(self, ids: Any) -> tf.Tensor:
-        """What the rows of ids `(n,)` begin with, `(n, output_dim)`."""
+        """Returns the initial rows `(n, output_dim)` of ids `(n,)`."""
         return self.first_rows(mixed(self._as_ids(tf.convert_to_tensor(ids))))
 
     def first_rows(
         self, keys: tf.Tensor, salt: tf.Tensor | int | None = None
     ) -> tf.Tensor:
-        """What the rows of keys begin with, by the salts of their tables."""
+        """Returns the initial rows of keys, given the salts of their tables."""
         return self._drawn(keys, self.salt if salt is None else salt)
 
     @property
     def group_key(self) -> Any:  # type: ignore[override]
-        """What tables have in common that are looked up together."""
+        """The options shared by tables that are looked up together."""
         config = self.embeddings_initializer.get_config()
-        config.pop("seed", None)  # Is in the salt.
+        config.pop("seed", None)  # It is part of the salt.
         kind = type(self.embeddings_initializer).__name__, repr(config)
         return *kind, self.admit_after, self.evict_after_steps
 
@@ -257,7 +260,7 @@ class DynamicEmbedding(PartitionedEmbedding):
         asked = Found(route.ids[""], places)
         rows = GrowingShards(group.shards).rows(asked).rows
         if self.trainable:
-            # By it, an id without a row would learn nothing, silently.
+            # With such a gradient, ids without a row would never learn.
             rows = tf.raw_ops.PreventGradient(
                 input=rows,
                 message=f"Table {self.path} gives ids their rows in steps of "
@@ -268,19 +271,19 @@ class DynamicEmbedding(PartitionedEmbedding):
         return tf.gather(rows, route.positions)
 
     def _by_kind(self) -> list[list[keras.Variable]]:
-        """Shards of the table and of each variable beside it."""
+        """Lists the shards of the table and of each accompanying variable."""
         each = (growing.pieces for growing in self._growing)
         return [list(kind) for kind in zip(*each, strict=True)]
 
     def get_weights(self) -> list[np.ndarray]:
-        """Table, keys, seen, counters and any sketch, as one array each."""
+        """Returns table, keys, seen, counters and any sketch, an array each."""
         return [
             np.concatenate([v.numpy() for v in each])
             for each in self._by_kind()
         ]
 
     def set_weights(self, weights: Sequence[Any]) -> None:
-        """Sets what `get_weights` has returned, in any number of shards."""
+        """Sets arrays that `get_weights` returned, for any number of shards."""
         wanted = [each.shape for each in self.get_weights()]
         if (found := [*map(np.shape, weights)]) != wanted:
             raise ValueError(
@@ -292,7 +295,7 @@ class DynamicEmbedding(PartitionedEmbedding):
                 variable.assign(own_rows(variable, whole))
 
     def load_own_variables(self, store: Mapping[str, Any]) -> None:
-        """Reads them; when ids were seen is another job's."""
+        """Reads the arrays; resets `seen`, which refers to another job."""
         arrays = [store[str(i)] for i in range(len(store))]
         arrays[2] = np.zeros_like(arrays[2])
         self.set_weights(arrays)

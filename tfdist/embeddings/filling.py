@@ -1,4 +1,4 @@
-"""Slots for all ids of a growing table at once, where there were none."""
+"""Fills an empty growing table with many ids at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tfdist.embeddings.growing import growing_of
 from tfdist.embeddings.layer import own_rows
 from tfdist.embeddings.places import Places
 
-_KEYS = 1 << 16  # Inserted together: 512 bytes each meanwhile.
+_KEYS = 1 << 16  # Inserted together; each takes 512 bytes meanwhile.
 
 
 def place(
@@ -21,8 +21,8 @@ def place(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Inserts unique keys, int64 `(n,)`, into an empty table.
 
-    Returns whose all slots are, int64 `(buckets, 16)`, and the keys' slots;
-    ValueError, if some find no room in the table of this name.
+    Returns the keys of all slots, int64 `(buckets, 16)`, and the slots of the
+    keys; raises ValueError if some find no room in the table called `name`.
     """
     shape = [num_segments * index.SEGMENT // index.BUCKET, index.BUCKET]
     with tf.device("CPU"):
@@ -47,10 +47,10 @@ def place(
 
 
 def fill(table: Any, ids: Any, rows: np.ndarray) -> None:
-    """Gives ids `(n,)`, and no others, the rows `(n, dim)` of a table.
+    """Gives ids `(n,)`, and only these, the rows `(n, dim)` in a table.
 
     Raises:
-        TypeError: they are neither int nor str.
+        TypeError: the ids are neither integers nor strings.
         ValueError: rows have another shape, ids repeat, or some find no room.
     """
     ids = tf.constant(np.asarray(ids))

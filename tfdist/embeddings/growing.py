@@ -1,4 +1,4 @@
-"""Reads and claims rows of a server's shards: by key, where they grow."""
+"""Reads and claims rows in a server's growing shards, by key."""
 
 from __future__ import annotations
 
@@ -14,41 +14,41 @@ from tfdist._tf.tracing import traced
 from tfdist.embeddings import admission, index
 from tfdist.embeddings.places import WRITE, Places, places_of
 
-# Attribute of a shard in which ids have to be found.
+# An attribute of shards in which the slots of ids must be looked up.
 _GROWING = "_tfdist_growing"
 COUNTED = "refused", "not_admitted", "evicted_ids"
-"""Columns of the counters: gradients of ids that found no room, and of ids that
-were not admitted yet; ids that lost their rows."""
-_EVICTING = "tfdist_evicting"  # The mutex of a server's tables that evict.
+"""Columns of the counters: gradients of ids that found no room, gradients of
+ids that were not admitted yet, and ids that lost their rows."""
+_EVICTING = "tfdist_evicting"  # The mutex of a server's evicting tables.
 
 Beside = Sequence[tuple[keras.Variable, float | None]]
-"""Slots of a shard: at which value each begins; None: as the row does."""
+"""Slot variables of a shard with their initial values; None: the row's."""
 
 
 class Found(NamedTuple):
-    """Keys, and what was found out when their rows were read, if they were."""
+    """Keys, with their slots and rows if these were read before."""
 
     keys: tf.Tensor  # int64 `(n,)`.
-    places: Places  # Theirs.
-    slots: Any = None  # In the shard of each; -1: none.
-    rows: Any = None  # What was read.
-    is_whole: Any = None  # Whether all have slots, a scalar.
+    places: Places  # The shards of the keys.
+    slots: Any = None  # The slot of each key in its shard; -1: none.
+    rows: Any = None  # The rows that were read.
+    is_whole: Any = None  # A scalar: whether all keys have slots.
 
 
 @dataclasses.dataclass(frozen=True)
 class Growing:
-    """A shard that gives rows to ids as they come."""
+    """A shard that allocates rows to ids as they appear."""
 
     table: Any  # The `DynamicEmbedding`.
     shard: keras.Variable  # The rows.
-    first_segment: int  # Of those that the shard holds.
-    # Whose rows they are, in order; int64 `(buckets, 16)`.
+    first_segment: int  # The first segment that the shard holds.
+    # The key of each row, in order; int64 `(buckets, 16)`.
     keys: keras.Variable
-    # int32, one for each row: number of the last update, from 1 and modulo
-    # 2**32, if the table evicts; else 0.
+    # int32, the number of each row's last update, from 1 and modulo 2**32, if
+    # the table evicts; otherwise 0.
     seen: keras.Variable
     counters: keras.Variable  # int64 `(segments, 3)`; see `COUNTED`.
-    # int32, of ids without a row; None: all are admitted.
+    # int32, counts ids without a row; None: all ids are admitted.
     sketch: keras.Variable | None = None
 
     def __post_init__(self) -> None:
@@ -56,19 +56,19 @@ class Growing:
 
     @property
     def pieces(self) -> list[keras.Variable]:
-        """All that the shard consists of."""
+        """The variables that the shard consists of."""
         own = [self.shard, self.keys, self.seen, self.counters]
         return own if self.sketch is None else [*own, self.sketch]
 
     def ids_by_segment(self) -> tf.Tensor:
-        """How many ids each of its segments holds, counted where they are."""
+        """Returns the number of ids in each segment, counted on the server."""
         with tf.device(self.keys.value.device):
             held = tf.reshape(self.keys.value, [-1, index.SEGMENT])
             return tf.math.count_nonzero(held, axis=1)
 
 
 class GrowingShards:
-    """Shards of one server and one `group_key`: keys are found together."""
+    """Shards of one server with equal `group_key`, searched together."""
 
     def __init__(self, shards: Sequence[keras.Variable]) -> None:
         own: list[Growing] = [getattr(shard, _GROWING) for shard in shards]
@@ -84,12 +84,12 @@ class GrowingShards:
         self.evicts = self._tables[0].evict_after_steps
 
     def rows(self, asked: Found) -> Found:
-        """Reads the rows of keys; one of none is what it would begin with."""
+        """Reads the rows of keys; a key without a row reads its initial row."""
         keys, places = asked.keys, asked.places
         slots = index.find(self._index, keys, places)
         rows = places.gather(self.shards, tf.maximum(slots, 0))
         if self.evicts:
-            # Was it another's row by then?
+            # A slot may have been evicted while its row was read.
             with tf.control_dependencies([rows]):
                 slots = index.still_held(self._index, keys, slots, places)
 
@@ -114,12 +114,13 @@ class GrowingShards:
         iteration: tf.Tensor,
         beside: Sequence[Beside],
     ) -> list[tuple[tf.Tensor, tf.Tensor]]:
-        """Of each shard, slots of its unique keys, and their gradients.
+        """Returns slots of unique keys, and their gradients, for each shard.
 
-        Keys without a row get one, if they are admitted and there is room; else
-        they are left out, and counted. An id that has lost its row since it was
-        read is a new one. `iteration`, int64, counts the updates before this
-        one; `beside` is what begins with a row, of each shard the same kinds.
+        Keys without a row get one if they are admitted and there is room;
+        otherwise they are dropped and counted. An id that has lost its row
+        since it was read counts as new. `iteration`, int64, is the number of
+        earlier updates; `beside` holds the slot variables that are initialized
+        with a row, in the same order for every shard.
         """
         keys, places, slots, read, is_whole = found
         now = tf.cast(iteration + 1, tf.int32)
@@ -133,7 +134,7 @@ class GrowingShards:
         def grown() -> list[tf.Tensor]:
             missing = tf.where(slots < 0)
             new, its = tf.gather_nd(keys, missing), places.some(missing[:, 0])
-            # Not while others wait.
+            # Rows that were read need not be computed while others wait.
             if read is None:
                 rows = self._first_rows(new, its)
             else:
@@ -166,9 +167,9 @@ class GrowingShards:
         return [*zip(*own, strict=True)]
 
     def _see(self, slots: tf.Tensor, now: tf.Tensor, places: Places) -> None:
-        """Notes when slots were last seen."""
+        """Records the update in which slots were seen."""
         seen = places.gather(self._seen, slots)
-        # A worker may be late.
+        # A slow worker must not set it back.
         latest = tf.where(_passed(seen, now) < 0, seen, now)
         places.scatter(WRITE, self._seen, slots, latest)
 
@@ -180,7 +181,7 @@ class GrowingShards:
         now: tf.Tensor,
         beside: Sequence[Beside],
     ) -> tf.Tensor:
-        """Slots of keys that begin with rows; see `insert`."""
+        """Inserts keys with initial rows; returns their slots (`insert`)."""
 
         def begin(
             slots: tf.Tensor, places: Places, which: tf.Tensor, lost: tf.Tensor
@@ -213,7 +214,7 @@ class GrowingShards:
         )
 
     def _admitted(self, keys: tf.Tensor, places: Places) -> tf.Tensor:
-        """Which of keys without a slot were seen often enough, now too."""
+        """Whether keys without a slot were seen often enough, counting now."""
         segment = index.own_segments(self._index, keys, places)
         times = admission.seen_again(self._sketches, segment, keys, places)
         waiting = tf.where(times < self._admit_after)[:, 0]
@@ -222,9 +223,9 @@ class GrowingShards:
         return times >= self._admit_after
 
     def _periods(self, segment: tf.Tensor, places: Places) -> tf.Tensor:
-        """How many periods of its sketch each segment has behind it.
+        """Returns the number of completed periods of each segment's sketch.
 
-        Ids that evict, in a full table, were admitted and so counted, too.
+        Ids that evict others, in a full table, were admitted and so counted.
         """
         counts = places.gather(self._counters, segment)
         sights = tf.reduce_sum(counts[:, COUNTED.index("not_admitted") :], 1)
@@ -248,7 +249,7 @@ class GrowingShards:
     def _refuse(
         self, keys: tf.Tensor, slots: tf.Tensor, places: Places
     ) -> None:
-        """Counts those that found no room; all must be able to."""
+        """Counts ids without room; fails if a batch exceeds a shard."""
         sizes = [shard.shape[0] for shard in self.shards]
         numbers = [tf.size(keys)] if places.num == 1 else places.counts
         many = tf.where(tf.greater(numbers, sizes))[:1, 0]
@@ -273,9 +274,9 @@ class GrowingShards:
 
 
 def _passed(seen: tf.Tensor, now: tf.Tensor) -> tf.Tensor:
-    """Updates since `seen`, int32: numbers of updates wrap around at 2**32.
+    """Returns the updates since `seen`, int32, which wraps around at 2**32.
 
-    Negative where `seen` is later; farther away than `OLDEST` counts as that.
+    Negative if `seen` is later; distances beyond `OLDEST` count as `OLDEST`.
     """
     steps = now - seen
     is_near = (steps >= -index.OLDEST) & (steps <= index.OLDEST)
@@ -283,9 +284,9 @@ def _passed(seen: tf.Tensor, now: tf.Tensor) -> tf.Tensor:
 
 
 class TracedShards(GrowingShards):
-    """As `GrowingShards`, in functions that hold many steps of a loop.
+    """Like `GrowingShards`, for functions with many steps of a loop.
 
-    Each method is traced, and compiled, once, where the shards are.
+    Each method is traced and compiled once, on the shards' device.
     """
 
     def __init__(self, shards: Sequence[keras.Variable]) -> None:
@@ -306,16 +307,16 @@ class TracedShards(GrowingShards):
         iteration: tf.Tensor,
         beside: Sequence[Beside],
     ) -> list[tuple[tf.Tensor, tf.Tensor]]:
-        """See `GrowingShards`; `beside` is the same each time."""
+        """See `GrowingShards`; `beside` must be the same in every call."""
         if self._claimed is None:
             claimed: Callable[..., Any] = super().claimed
-            # Not a partial: TensorFlow would take variables in it for inputs.
+            # Not a partial, whose variables TensorFlow would treat as inputs.
             self._claimed = _traced_once(lambda *own: claimed(*own, beside))
         return self._claimed(found, gradient, iteration)
 
 
 def _traced_once(function: Callable[..., Any]) -> Any:
-    """Not inlined, or TensorFlow would compile each call of it."""
+    """Prevents inlining; TensorFlow would compile every call."""
     options = {"experimental_attributes": {"_noinline": True}}
     return traced(function, reduce_retracing=True, **options)
 
@@ -323,7 +324,7 @@ def _traced_once(function: Callable[..., Any]) -> Any:
 def requested_keys(
     ids: Found | Sequence[tf.Tensor], counts: tf.Tensor
 ) -> Found:
-    """Keys of each of some shards that grow, so many as `counts` says."""
+    """Joins the keys of growing shards, whose numbers are `counts`."""
     if isinstance(ids, Found):
         return ids
     return Found(tf.concat(ids, axis=0), places_of(counts, len(ids)))
@@ -334,7 +335,7 @@ def rows_at(
     ids: Sequence[tf.Tensor],
     counts: tf.Tensor,
 ) -> tuple[tf.Tensor, Found | Sequence[tf.Tensor]]:
-    """Rows of shards, by number or, if they grow, key; what updates need."""
+    """Reads rows by number or, if shards grow, by key; also for the update."""
     if isinstance(shards, GrowingShards):
         found = shards.rows(requested_keys(ids, counts))
         return found.rows, found
@@ -347,9 +348,9 @@ def serialized_updates(
     update: Callable[[], None],
     after: Sequence[tf.Tensor],
 ) -> None:
-    """Runs a server's update; of tables that evict, while no other runs.
+    """Runs a server's update; for tables that evict, exclusively.
 
-    Else an id might lose its slot while its gradient is on the way.
+    Otherwise an id could lose its slot before its gradient is applied.
     """
     found = filter(None, map(growing_of, shards))
     if any(growing.table.evict_after_steps for growing in found):
@@ -359,5 +360,5 @@ def serialized_updates(
 
 
 def growing_of(shard: keras.Variable) -> Growing | None:
-    """How rows of a shard are claimed; None: by row, they are all there."""
+    """The `Growing` of a shard; None if all of its rows exist."""
     return getattr(shard, _GROWING, None)

@@ -1,12 +1,12 @@
-"""Which slot of a growing table holds an id: find, and insert.
+"""Finds and inserts ids in the slots of a growing table.
 
-A table is cut into segments of 4,096 slots, a segment into buckets of 16. An
-id is mixed into a key, whose upper bits choose a bucket, and so a segment, and
-whose lower ones another bucket of it: the key is in one of the two or nowhere.
-So the slot of an id does not depend on how segments are dealt to shards.
+A table consists of segments of 4,096 slots, and a segment of buckets of 16. An
+id is mixed into a key. The key's upper bits choose a bucket, and thereby a
+segment; its lower bits choose a second bucket there. The key is in one of these
+two or nowhere, so its slot does not depend on how shards divide the segments.
 
 Finding takes no lock. Inserts take turns on each server, and publish a key when
-its row is ready. Where keys lose slots, readers look again (see `growing`).
+its row is ready. If keys can lose slots, readers check again (see `growing`).
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ from tfdist.embeddings.places import Places
 
 BUCKET, SEGMENT = 16, 4096
 EMPTY = 0
-"""The key of a slot that holds no id; of `NO_ID` alone."""
+"""The key of an empty slot, which only `NO_ID` is mixed into."""
 NO_ID = tf.int64.min
 _BUCKETS = SEGMENT // BUCKET
-# Of MurmurHash3's finalizer, which is a bijection.
+# The factors of MurmurHash3's finalizer, which is a bijection.
 _FACTORS = 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53
 
 NO_ROOM, NOT_ADMITTED = -1, -2
-"""In the place of a slot: why a key has none."""
+"""Returned instead of a slot: why a key has none."""
 MOST_ROWS = 1 << 35
-"""Of a table: its buckets times the 32 bits that choose one are an int64."""
+"""The limit of a table: buckets times 32 bits must fit into an int64."""
 OLDEST = 1 << 30
 """The greatest age of a slot."""
-_INSERTING = "tfdist_inserting"  # The mutex of a server, for all its shards.
+_INSERTING = "tfdist_inserting"  # A server's mutex for all of its shards.
 
 Begin = Callable[[tf.Tensor, Places, tf.Tensor, tf.Tensor], list[Any]]
-"""Fills slots: which, their places, whose rows (indices of the keys) they get,
-and the keys that lost them (`EMPTY`: nobody's). Returns ops."""
+"""Fills slots, given the slots, their places, the indices of the keys that get
+them, and the keys that lose them (`EMPTY` for none). Returns ops."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Index:
-    """Where the ids of some shards are, each of which numbers its own slots."""
+    """The keys of some shards; each shard numbers its own slots."""
 
-    keys: Sequence[keras.Variable]  # Of each shard, int64 `(buckets, 16)`.
-    first_segments: Sequence[int]  # Of each shard, of those of its table.
-    num_segments: Sequence[int]  # Of each shard's whole table.
+    keys: Sequence[keras.Variable]  # Per shard, int64 `(buckets, 16)`.
+    first_segments: Sequence[int]  # Per shard, within its table.
+    num_segments: Sequence[int]  # Per shard, of the whole table.
 
 
 def mixed(ids: tf.Tensor) -> tf.Tensor:
-    """The key of each int64 id: a bijection, from `NO_ID` to `EMPTY`.
+    """Returns the key of each int64 id, a bijection (`NO_ID` to `EMPTY`).
 
     >>> mixed(tf.constant([NO_ID, 0, 1])).numpy().tolist()
     [0, -8108722261328812909, 7913832204677143650]
@@ -65,7 +65,7 @@ def mixed(ids: tf.Tensor) -> tf.Tensor:
 
 
 def unmixed(keys: np.ndarray) -> np.ndarray:
-    """The id of each key."""
+    """Returns the id of each key."""
     x = keys.view(np.uint64)
     for factor in reversed(_FACTORS):
         x = (x ^ (x >> np.uint64(33))) * np.uint64(pow(factor, -1, 1 << 64))
@@ -73,7 +73,7 @@ def unmixed(keys: np.ndarray) -> np.ndarray:
 
 
 def segments(keys: tf.Tensor, num_segments: Any) -> tf.Tensor:
-    """The segment of each key in its table, int64: by its upper 32 bits."""
+    """Returns each key's segment in its table, int64, by the upper 32 bits."""
     upper = tf.bitwise.right_shift(
         tf.bitcast(keys, tf.uint64), tf.constant(32, tf.uint64)
     )
@@ -84,14 +84,14 @@ def segments(keys: tf.Tensor, num_segments: Any) -> tf.Tensor:
 def own_segments(
     index: Index, keys: tf.Tensor, places: Places, parts: int = 1
 ) -> tf.Tensor:
-    """The segment of each key in its shard, int64; or which of its `parts`."""
+    """Returns each key's segment (or `1 / parts` of it) in its shard, int64."""
     nums = [num * parts for num in index.num_segments]
     firsts = [first * parts for first in index.first_segments]
     return segments(keys, places.each(nums)) - places.each(firsts)
 
 
 def find(index: Index, wanted: tf.Tensor, places: Places) -> tf.Tensor:
-    """The slot of each key in its shard, int64; -1 where it has none."""
+    """Returns the slot of each key in its shard, int64; -1 if it has none."""
     buckets = _buckets(index, wanted, places)
     return _found(index, wanted, buckets, places)
 
@@ -99,7 +99,7 @@ def find(index: Index, wanted: tf.Tensor, places: Places) -> tf.Tensor:
 def still_held(
     index: Index, wanted: tf.Tensor, slots: tf.Tensor, places: Places
 ) -> tf.Tensor:
-    """`slots` that were found before; -1 where another key is by now."""
+    """Returns `slots`, with -1 for those that hold another key by now."""
     held = places.gather(index.keys, tf.maximum(slots, 0) // BUCKET)
     held = tf.gather(held, slots % BUCKET, batch_dims=1)
     return tf.where(tf.equal(held, wanted) & (slots >= 0), slots, -1)
@@ -113,18 +113,19 @@ def insert(
     admit: Callable[[tf.Tensor, Places], tf.Tensor] | None = None,
     age: Callable[[tf.Tensor, Places], tf.Tensor] | None = None,
 ) -> tf.Tensor:
-    """As `find`, once missing keys got slots where there is room.
+    """Finds keys after inserting the missing ones, if there is room.
 
-    Nobody else inserts on the same server meanwhile.
+    No other insertion runs on the same server at the same time.
 
     Args:
-        index: Where to.
-        wanted: Keys, unique in a shard.
-        places: Theirs.
-        begin: Runs before anybody can find them.
-        admit: Which of missing keys may get a slot. Default: all.
-        age: Of slots, int32, at most `OLDEST`: where a bucket is full, the
-            oldest one above 0 goes to a new key. Default: none does.
+        index: The keys of the shards.
+        wanted: Keys, unique within a shard.
+        places: The shards of the keys.
+        begin: Fills the new slots before their keys can be found.
+        admit: Returns whether missing keys may get a slot. Default: all may.
+        age: Returns the ages of slots, int32, at most `OLDEST`: in a full
+            bucket, a new key gets the oldest slot with an age above 0.
+            Default: no key loses its slot.
 
     Returns:
         The slot of each key, `NO_ROOM` or `NOT_ADMITTED`.
@@ -139,7 +140,7 @@ def insert(
         if admit:
             new = tf.where(slots < 0)
             may = admit(tf.gather_nd(wanted, new), places.some(new[:, 0]))
-            # Those who are, one more: `NO_ROOM`, until there is some.
+            # An admitted key is one more, `NO_ROOM`, until it has a slot.
             slots = tf.tensor_scatter_nd_update(
                 slots, new, NOT_ADMITTED + tf.cast(may, tf.int64)
             )
@@ -162,10 +163,10 @@ def _round(
     begin: Begin,
     age: Callable[[tf.Tensor, Places], tf.Tensor] | None,
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Gives slots to keys, in the emptier one of each key's two buckets.
+    """Gives each key a slot in the emptier of its two buckets.
 
-    In one round a bucket gives away one slot: later keys choose by what earlier
-    ones have left. Returns all slots, and whether any were given.
+    A bucket gives one slot per round, so that later keys see what earlier ones
+    have left. Returns all slots, and whether any was given.
     """
     missing = tf.where(slots == NO_ROOM)[:, 0]
     own, places = tf.gather(buckets, missing), places.some(missing)
@@ -174,7 +175,7 @@ def _round(
     worth = free * tf.reduce_sum(free, axis=2, keepdims=True)
     every = own[:, :, tf.newaxis] * BUCKET + tf.range(BUCKET, dtype=tf.int64)
     if age:
-        # Any free slot before the oldest.
+        # Free slots come before the oldest ones.
         worth = tf.where(worth > 0, worth + (OLDEST + 1), age(every, places))
     held, every, worth = (
         tf.reshape(each, [-1, 2 * BUCKET]) for each in (held, every, worth)
@@ -182,7 +183,7 @@ def _round(
     best = tf.argmax(worth, axis=1)
     room = tf.where(tf.reduce_max(worth, axis=1) > 0)[:, 0]
     slot = tf.gather(every, best, batch_dims=1)
-    # The first key of those that chose a bucket.
+    # The first of the keys that chose a bucket.
     bucket = slot // BUCKET + places.each([i << 40 for i in range(places.num)])
     unique, which = tf.unique(tf.gather(bucket, room))
     first = tf.math.unsorted_segment_min(
@@ -194,7 +195,7 @@ def _round(
     at = tf.stack([slot // BUCKET, slot % BUCKET], axis=1)
     publish, ready = tf.raw_ops.ResourceScatterNdUpdate, []
     if age:
-        # Before its row changes.
+        # Withdraw the old key before its row changes.
         none = tf.fill(tf.shape(slot), tf.constant(EMPTY, tf.int64))
         ready = places.scatter(publish, index.keys, at, none)
     lost = tf.gather(tf.gather(held, best, batch_dims=1), given)
@@ -211,10 +212,10 @@ def _round(
 def _found(
     index: Index, wanted: tf.Tensor, buckets: tf.Tensor, places: Places
 ) -> tf.Tensor:
-    # Of each shard by itself: to join what buckets hold is to copy megabytes.
+    # Per shard, since joining the contents of buckets would copy megabytes.
     wanted = wanted[:, tf.newaxis, tf.newaxis]
     hits = places.read(_hits, index.keys, buckets, wanted)
-    # The place of the only hit, from 1. A product is the fastest that finds it.
+    # The position of the only hit, from 1. A matrix product is the fastest way.
     hits = tf.cast(tf.reshape(hits, [-1, BUCKET]), tf.float32)
     at = tf.matmul(hits, [[i + 1.0] for i in range(BUCKET)])
     at = tf.cast(tf.reshape(at, [-1, 2]), tf.int64)
@@ -227,9 +228,9 @@ def _hits(keys: Any, buckets: tf.Tensor, wanted: tf.Tensor) -> tf.Tensor:
 
 
 def _buckets(index: Index, keys: tf.Tensor, places: Places) -> tf.Tensor:
-    """The two buckets of each key in its shard; int64 `(n, 2)`."""
+    """Returns the two buckets of each key in its shard; int64 `(n, 2)`."""
     first = own_segments(index, keys, places, _BUCKETS)
-    # Odd, so the second is another one, of the same segment.
+    # Odd, so that the second bucket is a different one in the same segment.
     bits = tf.bitwise.bitwise_and(keys, tf.constant(_BUCKETS - 1, tf.int64))
     bits = tf.bitwise.bitwise_or(bits, tf.constant(1, tf.int64))
     return tf.stack([first, tf.bitwise.bitwise_xor(first, bits)], axis=1)

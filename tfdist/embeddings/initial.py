@@ -1,7 +1,7 @@
-"""What rows begin with.
+"""Initial values of rows.
 
-In a table that grows it is a function of the id's key alone: a worker knows the
-row of an id that has no slot yet, and a server begins there at any time.
+In a growing table, the initial row is a function of the id's key alone, so a
+worker knows the row of an id without a slot, and a server can create it later.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from tfdist.embeddings.index import mixed
 
 Drawn = Callable[[tf.Tensor, tf.Tensor | int], tf.Tensor]
 
-# Of SplitMix64: consecutive numbers of a row are as far apart.
+# SplitMix64's distance between the consecutive numbers of a row.
 _STEP = 0x9E3779B97F4A7C15
-_BITS = 24  # All that a float32 tells apart between 0 and 1.
-# Also those of TF1, which feature columns have.
+_BITS = 24  # The resolution of a float32 between 0 and 1.
+# Also TF1's initializers, which feature columns use.
 _v1 = tf.compat.v1.initializers
 _CONSTANT = initializers.Constant, _v1.constant, tf.constant_initializer
 _SCALING = initializers.VarianceScaling, _v1.variance_scaling
@@ -29,15 +29,15 @@ _KNOWN = "constant (zeros, ones), uniform or normal, its seed a number"
 
 
 def first_rows(initializer: Any, dim: int) -> Drawn:
-    """From int64 keys `(n,)` and a salt to float32 rows `(n, dim)`.
+    """Returns a function of int64 keys `(n,)` and a salt: rows `(n, dim)`.
 
     Args:
-        initializer: One of Keras'. Its seed is in the salt, one for all keys or
-            one for each.
-        dim: Length of a row.
+        initializer: A Keras initializer. Its seed is part of the salt, which
+            is one number for all keys or one per key.
+        dim: The length of a row.
 
     Raises:
-        ValueError: it is not constant, uniform or normal, its seed a number.
+        ValueError: it is not constant, uniform or normal with an integer seed.
 
     >>> rows = first_rows(initializers.RandomUniform(-1, 1), 2)
     >>> first, again = rows(tf.constant([5, 5], tf.int64), 0).numpy()
@@ -62,7 +62,7 @@ def first_rows(initializer: Any, dim: int) -> Drawn:
     steps = [_STEP * i % (1 << 64) for i in range(1, dim + 1)]
 
     def drawn(keys: tf.Tensor, salt: tf.Tensor | int) -> tf.Tensor:
-        """Uniform between 0 and 1, neither of which it is."""
+        """Draws uniformly between 0 and 1, both excluded."""
         apart = tf.constant(np.array(steps, np.uint64).view(np.int64))
         keys = (keys + salt)[:, tf.newaxis]
         bits = tf.bitcast(mixed(keys + apart), tf.uint64)
@@ -77,9 +77,9 @@ def first_rows(initializer: Any, dim: int) -> Drawn:
 
 
 def salt(initializer: Any, name: str) -> int:
-    """An int64 by which the tables of a model begin with different rows.
+    """Returns an int64 that makes the tables of a model start differently.
 
-    A seed of None counts as 0: a job that goes on begins rows as before.
+    A seed of None counts as 0, so that a resumed job creates the same rows.
     """
     seed = initializer.get_config().get("seed") or 0
     number = (zlib.crc32(name.encode()) + (seed << 32)) % (1 << 64)
@@ -93,14 +93,15 @@ def shard_rows(
     shape: Sequence[int],
     dtype: Any = None,
 ) -> tf.Tensor:
-    """The first rows of a shard of an ordinary table.
+    """Returns the initial rows of a shard of a `PartitionedEmbedding`.
 
     Args:
-        initializer: The table's.
-        table_shape: Rows of the table, and their length.
-        runs: The first row and the size of each run that the shard has.
-        shape: Of the shard; ValueError, if the initializer returns another.
-        dtype: Of its rows.
+        initializer: The initializer of the table.
+        table_shape: The number of rows of the table, and their length.
+        runs: The first row and the size of each run that the shard holds.
+        shape: The shape of the shard. ValueError if the initializer returns
+            another one.
+        dtype: The dtype of the rows.
 
     >>> matrix = initializers.Constant(np.arange(8).reshape(4, 2))
     >>> shard_rows(matrix, (4, 2), [(1, 2)], (2, 2), "int32").numpy().tolist()

@@ -1,7 +1,7 @@
 """Embedding tables split along rows over the parameter servers.
 
-TF1's `tf.get_variable(..., partitioner=...)` with
-`tf.nn.embedding_lookup(..., partition_strategy=...)`, as a Keras layer.
+The Keras layer for TF1's `tf.get_variable(..., partitioner=...)` with
+`tf.nn.embedding_lookup(..., partition_strategy=...)`.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from tfdist.placement.partitioners import (
     row_slices,
 )
 
-# Attribute that a shard carries: a checkpoint saves shards as one variable. The
-# end of its path, and the first row and the size of each run of rows it holds.
+# An attribute of a shard, since a checkpoint saves all shards as one variable:
+# the end of its path, and the first row and size of each run of rows it holds.
 _SHARD = "_tfdist_shard"
 _COMBINERS = (None, "sum", "mean", "sqrtn")
 _STRATEGIES = ("balanced", "div")
-# Floats tell all integers apart up to this.
+# Up to these values, floats represent all integers exactly.
 _EXACT = dict(bfloat16=2**8, float16=2**11, float32=2**24, float64=2**53)
 
 
 @keras.saving.register_keras_serializable(package="tfdist")
 class PartitionedEmbedding(keras.layers.Layer):
-    """Looks up rows of a table that is held in pieces.
+    """An embedding layer whose table is split into shards.
 
     Each shard is an ordinary variable on one parameter server. A step gathers
     each row that it needs once, on the server that holds it; only these rows
-    travel. Without a cluster it is an ordinary layer with the same numbers.
-    Checkpoints, Keras' files and exports hold the table as one tensor.
+    are transferred. Without a cluster, the layer computes the same values.
+    Checkpoints, Keras files and exports hold the table as one tensor.
 
     >>> layer = PartitionedEmbedding(10, 4, num_shards=3)
     >>> layer(tf.constant([[1, 9], [1, 0]])).shape
@@ -49,63 +49,65 @@ class PartitionedEmbedding(keras.layers.Layer):
     >>> [shard.shape[0] for shard in layer.shards]
     [4, 3, 3]
 
-    A model may look it up several times, in `call`, losses and metrics, by ids
-    that depend on the batch and on `keras.random`. When training starts, ids
-    that depend on variables or rows are refused, and lookups inside a
-    `tf.cond`, a loop or a `tf.function`.
+    A model may call the layer several times, in `call`, losses and metrics,
+    with ids that depend on the batch and on `keras.random`. Ids that depend on
+    variables or on looked-up rows, and lookups inside a `tf.cond`, a loop or a
+    `tf.function`, are refused when training starts.
 
     Differs from `keras.layers.Embedding`: ids are dense, ragged or sparse; a
     `combiner` reduces the ids of an example to one row; an id out of range is
-    an error on every device; regularizer and constraint see the batch's rows.
+    an error on every device; the regularizer and the constraint are applied to
+    the rows of the batch.
 
     Args:
-        input_dim: Rows of the table.
-        output_dim: Length of a row.
-        num_shards: Pieces. Default: 1, or what `partitioner` says. A server
-            holds a second copy of a shard while that is initialized or
-            restored, so let none be larger than some 64 MB.
-        partitioner: One of `tfdist.placement`'s; excludes `num_shards`.
+        input_dim: The number of rows of the table.
+        output_dim: The length of a row.
+        num_shards: The number of shards. Default: that of `partitioner`, or 1.
+            A server holds a second copy of a shard while initializing or
+            restoring it, so a shard should have at most about 64 MB.
+        partitioner: A partitioner of `tfdist.placement`; excludes `num_shards`.
         combiner: `"sum"`, `"mean"` or `"sqrtn"` (the sum over the root of the
             sum of squared weights) over the last axis of ids. Default: none;
             sparse ids need one. An example without ids gets zeros.
         embeddings_initializer: Keras initializer, applied to each shard on
-            the server that holds it. A random one draws differently for each
-            shard, so initial values depend on `num_shards`. Of
-            `keras.initializers.Constant(matrix)`, such as rows that another
-            model has learnt, each shard takes its rows; one that scales the
-            variance does so by the shape of the table, as in TF1.
-        name: Name of the layer.
-        partition_strategy: Which rows a shard has. Default: `"balanced"`, for
-            ids in the order of their frequency, as in vocabularies: each shard
-            has the same share of the frequent ones. `"div"`, TF1's:
-            consecutive rows. Both read each other's checkpoints.
-        embeddings_regularizer: Keras regularizer. Each call adds its loss for
-            the rows that it looks up, each row once: of the whole batch where
-            replicas share it in training. (Of workers that share a step on ps
-            it is the mean, so less for rows that some do not look up.)
-        embeddings_constraint: Keras constraint of each row by itself, `axis=1`,
-            applied in a step to the rows that it has updated.
-        mask_zero: Whether id 0 is padding, which a `combiner` leaves out, and
-            later layers by their mask.
-        **kwargs: As for every layer.
+            the server that holds it. A random initializer draws other values
+            for each shard, so initial values depend on `num_shards`. With
+            `keras.initializers.Constant(matrix)`, such as the rows of a trained
+            model, each shard takes its own rows. Initializers that scale the
+            variance use the shape of the table, as in TF1.
+        name: The name of the layer.
+        partition_strategy: The assignment of rows to shards. Default:
+            `"balanced"`: if ids are sorted by frequency, as in vocabularies,
+            each shard gets the same share of the frequent ones. `"div"`, as in
+            TF1: consecutive rows. Checkpoints are interchangeable.
+        embeddings_regularizer: Keras regularizer. Each call adds the loss of
+            the rows that it looks up, counting each row once; if replicas
+            share a batch in training, once for the whole batch. (If workers on
+            parameter servers share a step, the loss is the mean of theirs, so
+            it is smaller for rows that some of them do not look up.)
+        embeddings_constraint: Keras constraint on single rows (`axis=1`),
+            applied to the rows that a step has updated.
+        mask_zero: Whether id 0 is padding, which a `combiner` ignores and later
+            layers mask.
+        **kwargs: Arguments of every Keras layer.
 
     Call arguments:
         ids: Integers `(batch, ...)`: a tensor, a `tf.RaggedTensor` or a
             `tf.SparseTensor`. Also floats, as from a `keras.Sequential` without
-            input, which hold all ids of the table: 16,777,216 in float32.
-        weights: Of the form of `ids`, float; for a combiner. Default: ones.
+            an input, if they represent all ids (float32: up to 16,777,216).
+        weights: Floats of the same form as `ids`, for a combiner. Default: 1.
 
     Returns:
         `ids.shape + (output_dim,)`; a combiner removes the last axis of `ids`.
 
     Raises:
         ValueError: a size is not positive, more shards than rows, an unknown
-            combiner or strategy, a partitioner that splits another axis than
+            combiner or strategy, a partitioner that splits an axis other than
             0, a constraint across rows; at the call, without a combiner:
             sparse ids, weights, or ragged ids with `mask_zero`.
         TypeError: at the call: ids of another dtype.
-        tf.errors.InvalidArgumentError: at run time: a negative id, one of at
-            least `input_dim`, or one that is no whole number.
+        tf.errors.InvalidArgumentError: at run time: an id that is negative, not
+            less than `input_dim`, or not a whole number.
     """
 
     _arguments: ClassVar[Sequence[str]] = (
@@ -113,7 +115,7 @@ class PartitionedEmbedding(keras.layers.Layer):
         "embeddings_initializer embeddings_regularizer embeddings_constraint"
     ).split()
     group_type = Group
-    # Tables are looked up together if theirs are equal.
+    # Tables with equal keys are looked up together.
     group_key: Any = None
     _ids_are = "integers"
 
@@ -169,11 +171,11 @@ class PartitionedEmbedding(keras.layers.Layer):
                 f"{embeddings_constraint!r} with axis={axis}."
             )
         self.mask_zero = self.supports_masking = mask_zero
-        self.autocast = False  # Of ids.
+        self.autocast = False  # Ids are not cast.
         self.shards: list[keras.Variable] = []
 
     def build(self, *input_shapes: Any) -> None:
-        """Creates the shards, once: a model may build its layers itself."""
+        """Creates the shards, unless the model has built the layer already."""
         if self.built:
             return
         for i, (_, num_rows) in enumerate(self.slices):
@@ -190,16 +192,16 @@ class PartitionedEmbedding(keras.layers.Layer):
 
     @property
     def pieces(self) -> list[keras.Variable]:
-        """All variables that hold the table."""
+        """The variables that hold the table."""
         return self.shards
 
     def _runs_of(self, shard: int) -> list[tuple[int, int]]:
-        """The first row and the size of each run of rows of a shard."""
+        """Returns the first row and the size of each run of rows of a shard."""
         return [(r.row, r.size) for r in self.runs if r.shard == shard]
 
     def _initializer_of(self, shard: int) -> Callable[..., tf.Tensor]:
-        """The initializer of one shard; TF1 gave all the same values."""
-        # Keras draws a seed when one is made; each shard needs its own.
+        """Returns a shard's initializer. (TF1's shards had equal values.)"""
+        # Keras draws the seed at construction; each shard needs its own.
         initializer = self.embeddings_initializer
         seed = getattr(initializer, "seed", None)
         if isinstance(seed, int):
@@ -210,13 +212,13 @@ class PartitionedEmbedding(keras.layers.Layer):
         return functools.partial(shard_rows, initializer, whole, runs)
 
     def get_weights(self) -> list[np.ndarray]:
-        """The table, as one array in the order of ids."""
+        """Returns the table as one array in the order of ids."""
         shards = [shard.numpy() for shard in self.shards]
         pieces = [shards[i][at : at + size] for _, size, i, at in self.runs]
         return [np.concatenate(pieces)]
 
     def set_weights(self, weights: Sequence[Any]) -> None:
-        """Sets the rows to those of the one array `(input_dim, output_dim)`."""
+        """Sets the rows from one array of shape `(input_dim, output_dim)`."""
         if not self.shards:
             raise ValueError(f"Layer {self.name!r} has no weights: build it.")
         wanted = [(self.input_dim, self.output_dim)]
@@ -229,12 +231,12 @@ class PartitionedEmbedding(keras.layers.Layer):
             shard.assign(own_rows(shard, weights[0]))
 
     def save_own_variables(self, store: dict[str, Any]) -> None:
-        """Writes `get_weights`, whatever the shards, to a file of Keras'."""
+        """Writes the table to a Keras file, whatever the number of shards."""
         for i, array in enumerate(self.get_weights()):
             store[str(i)] = array
 
     def load_own_variables(self, store: Mapping[str, Any]) -> None:
-        """Reads it, or the shards ("div") that earlier versions wrote."""
+        """Reads the whole table, or the shards written by earlier versions."""
         if not len(store):
             why = "one of another class of layer: give it to `set_weights`"
             raise ValueError(f"The saved table of {self.path!r} is {why}.")
@@ -242,7 +244,7 @@ class PartitionedEmbedding(keras.layers.Layer):
         self.set_weights([np.concatenate(shards)])
 
     def call(self, ids: Any, weights: Any = None) -> Any:
-        """Looks up `ids`; see the class."""
+        """Looks up `ids`; see the class docstring."""
         if weights is not None:
             weights = lookups.checked_weights(weights, ids, self.combiner)
         if not isinstance(ids, tf.RaggedTensor | tf.SparseTensor):
@@ -276,7 +278,7 @@ class PartitionedEmbedding(keras.layers.Layer):
         weights: tf.Tensor | None,
         total: Callable[[tf.Tensor], tf.Tensor],
     ) -> tf.Tensor:
-        """The combined rows, given the sum over an example; no id: zeros."""
+        """Combines the rows of each example by `total`; zeros for none."""
         if weights is None:
             weights = tf.ones_like(ids, rows.dtype)
         weights = tf.cast(weights, rows.dtype)[..., tf.newaxis]
@@ -290,7 +292,7 @@ class PartitionedEmbedding(keras.layers.Layer):
         return tf.math.divide_no_nan(combined, norm)
 
     def compute_mask(self, ids: Any, previous_mask: Any = None) -> Any:
-        """Where ids are not padding, if rows are not combined."""
+        """Masks padding, unless a combiner reduces the rows."""
         if not self.mask_zero or self.combiner is not None:
             return None
         return keras.ops.not_equal(ids, 0)
@@ -298,7 +300,7 @@ class PartitionedEmbedding(keras.layers.Layer):
     def compute_output_spec(
         self, ids: Any, weights: Any = None
     ) -> keras.KerasTensor:
-        """Shape and dtype of the result for a symbolic input."""
+        """Returns shape and dtype of the result for a symbolic input."""
         self._check_dtype(ids.dtype)
         shape = ids.shape if self.combiner is None else ids.shape[:-1]
         return keras.KerasTensor(
@@ -306,7 +308,7 @@ class PartitionedEmbedding(keras.layers.Layer):
         )
 
     def _rows(self, flat: tf.Tensor) -> tf.Tensor:
-        """Rows `(n, output_dim)` of ids `(n,)`."""
+        """Returns the rows `(n, output_dim)` of ids `(n,)`."""
         self._check_dtype(flat.dtype.name)
         flat = self._as_ids(flat)
         provider = lookups.current()
@@ -320,7 +322,7 @@ class PartitionedEmbedding(keras.layers.Layer):
                 once = tf.math.unsorted_segment_mean(rows, which, num)
             once = tf.cast(once, self.variable_dtype)
             loss = self.embeddings_regularizer(once)
-            self.add_loss(tf.cast(loss, keras.config.floatx()))  # As others.
+            self.add_loss(tf.cast(loss, keras.config.floatx()))  # Like Keras.
         return tf.cast(rows, self.compute_dtype)
 
     def _as_ids(self, flat: tf.Tensor) -> tf.Tensor:
@@ -333,7 +335,7 @@ class PartitionedEmbedding(keras.layers.Layer):
         return lookups.checked(ids, tf.reduce_all(is_whole), wanted, bad)
 
     def _read(self, flat: tf.Tensor) -> tf.Tensor:
-        """Rows of int64 ids, from where they are."""
+        """Reads the rows of int64 ids from the shards."""
         return tf.compat.v1.nn.embedding_lookup(
             [shard.value for shard in self.shards],
             self._dealt(self.checked(flat)),
@@ -341,7 +343,7 @@ class PartitionedEmbedding(keras.layers.Layer):
         )
 
     def _dealt(self, flat: tf.Tensor) -> tf.Tensor:
-        """Where rows are if the shards are laid end to end."""
+        """Returns positions of rows in the concatenation of all shards."""
         if len(self.runs) == self.num_shards:
             return flat
         starts = np.array([run.row for run in self.runs], np.int64)
@@ -368,8 +370,8 @@ class PartitionedEmbedding(keras.layers.Layer):
         return tf.as_dtype(dtype).is_integer or exact
 
     def checked(self, flat: tf.Tensor) -> tf.Tensor:
-        """`flat`, if every id is in the table."""
-        # Of no ids, the greatest and the least int64.
+        """Returns `flat`; raises an error if an id is not in the table."""
+        # Without ids, these are the greatest and the least int64.
         least, greatest = tf.reduce_min(flat), tf.reduce_max(flat)
         inside = (least >= 0) & (greatest < self.input_dim)
         wanted = f"Ids of table {self.path} must be in [0, {self.input_dim})."
@@ -377,7 +379,7 @@ class PartitionedEmbedding(keras.layers.Layer):
         return lookups.checked(flat, inside, *received)
 
     def get_config(self) -> dict[str, Any]:
-        """Configuration from which `from_config` makes the same layer."""
+        """Returns the configuration for `from_config`."""
         config = super().get_config()
         for name in self._arguments:
             value = getattr(self, name)
@@ -388,26 +390,26 @@ class PartitionedEmbedding(keras.layers.Layer):
 def mark_shard(
     variable: keras.Variable, part: str, runs: Sequence[tuple[int, int]]
 ) -> None:
-    """Has a checkpoint save a variable as rows of a whole.
+    """Lets checkpoints save a variable as some rows of a whole table.
 
-    Its name is that of the whole and `part`.
+    The variable's name is that of the table plus `part`.
     """
     setattr(variable, _SHARD, (part, runs))
 
 
 def shard_of(variable: keras.Variable) -> str | None:
-    """Path of the whole of which `variable` is a shard; None if it is none."""
+    """Returns the path of the table that `variable` is a shard of, or None."""
     part, _ = getattr(variable, _SHARD, (None, None))
     return None if part is None else variable.path.removesuffix(part)
 
 
 def runs_of(variable: keras.Variable) -> list[tuple[int, int]]:
-    """First row and size of each run of rows that a shard holds."""
+    """Returns the first row and size of each run of rows in a shard."""
     return getattr(variable, _SHARD)[1]
 
 
 def own_rows(variable: keras.Variable, table: Any) -> Any:
-    """The rows of a table that `variable` holds, which may be the table."""
+    """Returns the rows of `table` that `variable` holds, possibly all."""
     if not hasattr(variable, _SHARD):
         return table
     runs = runs_of(variable)
@@ -415,18 +417,18 @@ def own_rows(variable: keras.Variable, table: Any) -> Any:
 
 
 def logical_path(variable: keras.Variable) -> str:
-    """Path of `variable`, or of the whole of which it is a shard."""
+    """Returns the path of `variable`, or of the table it is a shard of."""
     return shard_of(variable) or variable.path
 
 
 def copy_shard(variable: keras.Variable, slot: keras.Variable) -> None:
-    """Marks a slot of a shard as a shard."""
+    """Marks a slot variable of a shard as a shard."""
     if shard := getattr(variable, _SHARD, None):
         mark_shard(slot, *shard)
 
 
 def _reshaped(rows: tf.Tensor, ids: tf.Tensor, dim: int) -> tf.Tensor:
-    """Rows in the shape of `ids`; at run time only what is not static."""
+    """Reshapes rows like `ids`; dynamic only where the shape is not static."""
     if ids.shape.rank == 1:
         return rows
     if ids.shape.rank and all(ids.shape[1:]):

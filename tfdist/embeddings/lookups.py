@@ -1,7 +1,7 @@
-"""Who answers a table's lookups while a step is traced.
+"""Providers of rows for the lookups of a step while it is traced.
 
 A step first collects the ids of all lookups (`Collector`; see `forward.py`),
-then answers them with rows (`Answers`). Outside a step, tables do it.
+then answers them with rows (`Answers`). Outside a step, tables read their rows.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import tensorflow as tf
 
 
 def stand_in(shape: Any, dtype: Any, static: Any = None) -> tf.Tensor:
-    """Zeros that TensorFlow does not take for a constant."""
+    """Returns zeros that TensorFlow does not treat as a constant."""
     return tf.compat.v1.placeholder_with_default(
         tf.zeros(shape, dtype), shape if static is None else static
     )
 
 
 def checked(value: tf.Tensor, condition: tf.Tensor, *told: Any) -> tf.Tensor:
-    """`value`, or InvalidArgumentError in a step, with what is `told`.
+    """Returns `value`, or fails in a step with the message `told`.
 
-    Without quotes, which TensorFlow would escape. (`tf.debugging.Assert` would
-    trace two functions for each lookup.)
+    Avoid quotes in it, which TensorFlow would escape. (`tf.debugging.Assert`
+    would trace two functions for each lookup.)
     """
     check = tf.raw_ops.Assert(condition=condition, data=told)
     with tf.control_dependencies([check]):
@@ -33,9 +33,9 @@ def checked(value: tf.Tensor, condition: tf.Tensor, *told: Any) -> tf.Tensor:
 
 
 def checked_weights(weights: Any, ids: Any, combiner: str | None) -> Any:
-    """The weights of ids, if there is one for each.
+    """Returns the weights of ids if each id has one.
 
-    Else raises ValueError, or InvalidArgumentError in a step.
+    Otherwise raises ValueError, or InvalidArgumentError in a step.
     """
     if combiner is None:
         raise ValueError("Argument `weights` needs a `combiner`.")
@@ -66,9 +66,9 @@ def _check_places(of_ids: tf.Tensor, of_weights: tf.Tensor) -> None:
 
 
 def examples_of(ids: tf.RaggedTensor | tf.SparseTensor) -> tuple[Any, Any]:
-    """The example of each id, by number, and how many examples there are.
+    """Returns the number of each id's example, and the number of examples.
 
-    An example is what the last axis holds. Ragged ids have two axes.
+    An example is a slice along the last axis. Ragged ids have two axes.
     """
     if isinstance(ids, tf.RaggedTensor):
         return ids.value_rowids(), ids.nrows()
@@ -79,7 +79,7 @@ def examples_of(ids: tf.RaggedTensor | tf.SparseTensor) -> tuple[Any, Any]:
 
 
 def by_example(rows: tf.Tensor, ids: tf.SparseTensor) -> tf.Tensor:
-    """Rows `(n, dim)` of the examples of `ids`, in the shape of these."""
+    """Reshapes the rows `(n, dim)` of examples like the examples of `ids`."""
     dim = rows.shape[-1:]
     rows = tf.reshape(rows, tf.concat([ids.dense_shape[:-1], dim], 0))
     rows.set_shape(ids.shape[:-1].concatenate(dim))
@@ -87,12 +87,12 @@ def by_example(rows: tf.Tensor, ids: tf.SparseTensor) -> tf.Tensor:
 
 
 class Zeros:
-    """Answers each lookup with zeros, where rows make no difference."""
+    """Answers each lookup with zeros, if the values do not matter."""
 
     def rows(
         self, table: Any, ids: tf.Tensor, of_all: bool = False
     ) -> tf.Tensor:
-        """Zeros, for the rows `(n, dim)` of the int64 ids `(n,)`."""
+        """Returns zeros `(n, dim)` for the int64 ids `(n,)`."""
         return stand_in(
             [tf.size(ids), table.output_dim],
             table.compute_dtype,
@@ -101,19 +101,19 @@ class Zeros:
 
 
 class Collector(Zeros):
-    """As `Zeros`, in the graph it is made in; notes the ids of each lookup."""
+    """Like `Zeros`, in one graph; records the ids of each lookup."""
 
     def __init__(self) -> None:
         self._graph = tf.compat.v1.get_default_graph()
-        # Table and ids of each lookup; whether the ids are of all replicas.
+        # Table and ids of each lookup, and whether they are of all replicas.
         self.calls: list[tuple[Any, tf.Tensor]] = []
         self.of_all: list[bool] = []
-        self.answers: list[str] = []  # Names of the ops of the zeros.
+        self.answers: list[str] = []  # Names of the ops that create zeros.
 
     def rows(
         self, table: Any, ids: tf.Tensor, of_all: bool = False
     ) -> tf.Tensor:
-        """As `Zeros.rows`."""
+        """Like `Zeros.rows`; records the lookup."""
         if tf.compat.v1.get_default_graph() is not self._graph:
             raise ValueError(
                 f"Table {table.path!r} is looked up inside a condition, a "
@@ -131,9 +131,9 @@ class Collector(Zeros):
 
 
 class Answers:
-    """Answers each lookup, in the order in which they were collected.
+    """Answers lookups in the order in which they were collected.
 
-    Of each it takes the table, and its rows `(n, dim)` or what returns them.
+    Takes the table of each, and its rows `(n, dim)` or a function for them.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Answers:
     def rows(
         self, table: Any, ids: tf.Tensor, of_all: bool = False
     ) -> tf.Tensor:
-        """The rows of the next lookup."""
+        """Returns the rows of the next lookup."""
         expected: Any
         expected, answer = self._left.pop(0) if self._left else (None, None)
         if expected is not table:
@@ -155,20 +155,20 @@ class Answers:
         return tf.cast(rows, table.compute_dtype)
 
     def check_all_given(self) -> None:
-        """Raises `ValueError` if a lookup was not done this time."""
+        """Raises `ValueError` if a lookup was not repeated."""
         if self._left:
             raise _differs("none", self._left[0][0])
 
 
 class Provider(Protocol):
-    """Answers lookups in place of the tables."""
+    """The interface of objects that answer lookups for the tables."""
 
     def rows(
         self, table: Any, ids: tf.Tensor, of_all: bool = False
     ) -> tf.Tensor:
-        """Rows `(n, dim)` of the int64 ids `(n,)`.
+        """Returns the rows `(n, dim)` of the int64 ids `(n,)`.
 
-        If `of_all`, of those that any replica looks up here, each once.
+        If `of_all`, each row that any replica looks up here, once.
         """
 
 
@@ -184,7 +184,7 @@ def current() -> Provider | None:
 
 @contextlib.contextmanager
 def answered_by(provider: Provider) -> Iterator[None]:
-    """Lookups inside get their rows from `provider`."""
+    """Lets `provider` answer the lookups in this context."""
     token = _provider.set(provider)
     try:
         yield
@@ -202,6 +202,6 @@ def _differs(found: str, expected: Any) -> ValueError:
 
 
 def length(ids: tf.Tensor) -> Any:
-    """Number of ids: an int where it is static, else a tensor."""
+    """Returns the number of ids: an int if it is static, else a tensor."""
     static = ids.shape.num_elements()
     return tf.size(ids) if static is None else static

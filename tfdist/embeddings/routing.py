@@ -1,7 +1,7 @@
-"""Which rows of which shard a step needs.
+"""Finds the rows and shards that a step needs.
 
-Duplicates are found once for all tables of one width together, so the work per
-step does not depend on the number of tables, and each row travels once.
+Duplicates are removed for all tables of the same width together, so the work of
+a step is independent of the number of tables. Each row is transferred once.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from tfdist.embeddings.places import counted, repeated
 
 
 class Group:
-    """Tables of one width and optimizer, whose rows are numbered through.
+    """Tables of one width and optimizer, whose rows are numbered consecutively.
 
-    `part` is the index of that optimizer; None: they are frozen. Shards are
-    ranked by server, so that its rows are neighbours in every tensor.
+    `part` is the index of the optimizer; None: the tables are frozen. Shards
+    are sorted by server, so that a server's rows are adjacent in every tensor.
     """
 
     def __init__(
@@ -49,15 +49,15 @@ class Group:
         devices = [device_of(shard) for shard in shards]
         ranked = sorted(range(len(shards)), key=lambda i: (devices[i], i))
         starts, holders, shifts = np.array(runs, np.int64).T
-        # Of each run of rows: the first one, the shard's rank, and by how much
-        # its rows have lower numbers in the shard.
+        # For each run of rows: the first row, the rank of the shard, and the
+        # difference between the rows' numbers in the group and in the shard.
         self._starts, self._shifts = starts, shifts
         self._rank = np.argsort(ranked).astype(np.int32)[holders]
         self.shards = [shards[i] for i in ranked]
         self.num_shards = collections.Counter(sorted(devices))
 
     def holds(self, table: Any) -> bool:
-        """Whether `table` is one of the group's."""
+        """Whether `table` belongs to the group."""
         return id(table) in self._offsets
 
     def route(self, calls: Sequence[tuple[Any, tf.Tensor]]) -> Route:
@@ -65,10 +65,10 @@ class Group:
         return self.routed(self._numbered(calls))
 
     def routed(self, ids: tf.Tensor) -> Route:
-        """As `route`, for ids that are numbered through the group."""
+        """Like `route`, for ids that are numbered within the group."""
         unique, inverse = self._unique(ids)
         row = self._row_of(unique)
-        # The first run starts at 0. (`tf.searchsorted` is a dozen ops more.)
+        # The first run starts at 0. (`tf.searchsorted` needs a dozen more ops.)
         run = tf.raw_ops.UpperBound(
             sorted_inputs=self._starts[np.newaxis, 1:],
             values=tf.reshape(row, [1, -1]),
@@ -96,15 +96,15 @@ class Group:
         return tf.unique(ids)
 
     def _row_of(self, unique: tf.Tensor) -> tf.Tensor:
-        """The row of the group in whose run each id is."""
+        """Returns a row of the group, in the run of each id."""
         return unique
 
     def _local(self, unique: tf.Tensor, run: tf.Tensor) -> tf.Tensor:
-        """What the shard that holds the run knows each id by."""
+        """Returns the number of each id in the shard that holds the run."""
         return unique - tf.gather(self._shifts, run)
 
     def _numbered(self, calls: Sequence[tuple[Any, tf.Tensor]]) -> tf.Tensor:
-        """All ids, numbered through the group, each in its own table."""
+        """Returns all ids, checked, as numbers within the group."""
         ids, which = _together(calls)
         limit = _each([table.input_dim for table, _ in calls], which)
         inside = (ids >= 0) & (ids < limit)
@@ -120,10 +120,10 @@ class Group:
 
 
 class KeyedGroup(Group):
-    """`DynamicEmbedding`s, whose shards know rows by the keys of ids.
+    """`DynamicEmbedding`s, whose shards find rows by keys of ids.
 
-    Of several tables, numbered through the group are `(n, 2)`: which table of
-    the group, and the key. A table by itself needs the keys alone.
+    With several tables, ids within the group are `(n, 2)`: the number of the
+    table and the key. With a single table, they are the keys.
     """
 
     def _unique(self, ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -156,7 +156,7 @@ class KeyedGroup(Group):
 
 
 def _together(calls: Sequence[tuple[Any, tf.Tensor]]) -> tuple[tf.Tensor, Any]:
-    """All ids, and which of the calls each is of: an array, if it is known."""
+    """Returns all ids, and the call of each (an array if it is static)."""
     repeats = stacked([lookups.length(ids) for _, ids in calls])
     is_known = isinstance(repeats, list)
     numbers = np.arange(len(calls))
@@ -165,7 +165,7 @@ def _together(calls: Sequence[tuple[Any, tf.Tensor]]) -> tuple[tf.Tensor, Any]:
 
 
 def _each(values: Sequence[int], which: Any) -> Any:
-    """For each id the value of its call, int64; an array if it is known."""
+    """Returns each id's value of its call, int64; an array if static."""
     each = np.array(values, np.int64)
     is_known = isinstance(which, np.ndarray)
     return each[which] if is_known else tf.gather(each, which)
@@ -177,8 +177,8 @@ def _check(
     which: Any,
     told: Callable[[tf.Tensor], Sequence[Any]],
 ) -> tf.Operation:
-    """Fails if an id is not `inside`; `told` what of the first such one."""
-    # Empty where all are: fewer ops than a `tf.cond` has, and no functions.
+    """Fails if an id is not `inside`; `told` describes the first one."""
+    # Empty if all are inside: fewer ops than `tf.cond`, and no functions.
     bad = tf.where(~inside)[:1, 0]
     paths = [table.path for table, _ in calls]
     first = tf.gather(which, bad)
@@ -188,22 +188,22 @@ def _check(
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """Where the rows that a step needs of a group are."""
+    """The location of the rows of a group that a step needs."""
 
-    # For each server, int64: the rows of its shards, shard by shard.
+    # For each server, int64: rows in its shards, shard by shard.
     ids: dict[str, tf.Tensor]
-    counts: dict[str, tf.Tensor]  # For each server, int32: one for each shard.
-    sizes: tf.Tensor  # How many of each server.
-    # For each id that was looked up, its row among those of all servers.
+    counts: dict[str, tf.Tensor]  # For each server, int32: per shard.
+    sizes: tf.Tensor  # The number of rows of each server.
+    # For each looked-up id, its row among those of all servers.
     positions: tf.Tensor
-    rows: tf.Tensor  # These rows, numbered through the group; int64 `(n,)`.
+    rows: tf.Tensor  # These rows, numbered in the group; int64 `(n,)`.
 
     def size_at(self, device: str) -> tf.Tensor:
-        """How many rows are on a server."""
+        """Returns the number of rows on a server."""
         return self.sizes[list(self.ids).index(device)]
 
 
 def stacked(lengths: Sequence[Any]) -> Any:
-    """A list of ints as it is, else one tensor."""
+    """Returns a list of ints unchanged, and others as one tensor."""
     static = all(isinstance(length, int) for length in lengths)
     return list(lengths) if static else tf.stack(lengths)

@@ -1,4 +1,4 @@
-"""Growing tables in a SavedModel: the ids in use and their rows alone."""
+"""Growing tables in a SavedModel: only the ids in use and their rows."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tfdist.embeddings.index import EMPTY, NO_ID, mixed
 
 
 class StaticTables:
-    """Answers the lookups of growing tables from copies of their rows in use.
+    """Answers lookups of growing tables from copies of their rows in use.
 
-    For `lookups.answered_by`; to be kept until a SavedModel of it is written.
-    `variables` are those of a model, of which, by `id`, the `replaced` ones are
-    not read any more.
+    For `lookups.answered_by`; keep it until the SavedModel is written.
+    `variables` are those of a model; the `replaced` ones, given by `id`, are
+    no longer read.
     """
 
     def __init__(self, variables: Iterable[keras.Variable]) -> None:
@@ -32,7 +32,7 @@ class StaticTables:
     def rows(
         self, table: Any, ids: tf.Tensor, of_all: bool = False
     ) -> tf.Tensor:
-        """Rows `(n, dim)` of ids `(n,)`, as the table itself has them."""
+        """Returns the rows `(n, dim)` of ids `(n,)`, as the table does."""
         if id(table) not in self._copies:
             return table._read(ids)
         held, rows = self._copies[id(table)]
@@ -50,7 +50,7 @@ class StaticTables:
 
 
 def _copied(table: Any) -> tuple[tf.Variable, tf.Variable]:
-    """The keys in use and, lest there be none, `EMPTY`, sorted; their rows."""
+    """Returns sorted keys in use (and `EMPTY`, so there is one), and rows."""
     growing = filter(None, map(growing_of, table.shards))
     held = [each.keys.numpy().ravel() for each in growing]
     slots = [np.flatnonzero(each) for each in held]
@@ -60,7 +60,7 @@ def _copied(table: Any) -> tuple[tf.Variable, tf.Variable]:
     place = np.argsort(order)[1:]
     dtype = tf.as_dtype(table.variable_dtype).as_numpy_dtype
     rows = np.zeros([len(keys), table.output_dim], dtype)
-    # One shard after the other: a table may be as large as the memory.
+    # One shard at a time: a table may be as large as the memory.
     for shard, own in zip(table.shards, slots, strict=True):
         where, place = np.split(place, [len(own)])
         rows[where] = tf.gather(shard.value, own).numpy()

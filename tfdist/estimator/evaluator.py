@@ -1,4 +1,4 @@
-"""Evaluates checkpoints in a separate task (design decision D8).
+"""Evaluates checkpoints in a separate task.
 
 The evaluator rebuilds the model in its own process, without a strategy, and
 reads checkpoints by variable name. The cost of each failure:

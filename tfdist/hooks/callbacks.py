@@ -1,4 +1,4 @@
-"""Keras callbacks in tfdist's training loop (design decision D1).
+"""Keras callbacks in tfdist's training loop.
 
 Callbacks are written for `fit`, which runs batch after batch in one process.
 Methods that have a meaning here are called; a callback that relies on others is

@@ -28,7 +28,7 @@ def placed_scope(
 
     Slot variables follow their variable. Metric variables (those with
     `synchronization=ON_READ`) stay on the chief: every dispatch returns its own
-    metric states (decision D3), so no worker updates them remotely.
+    metric states, so no worker updates them remotely.
 
     Args:
         strategy: Any `tf.distribute` strategy.

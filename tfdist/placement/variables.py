@@ -1,4 +1,4 @@
-"""Descriptions of variables, the only input of a placement (decision D5).
+"""Descriptions of variables, the only input of a placement.
 
 A description is built from a TF1 op, a variable, the arguments of a variable
 creator, or a model function that runs without allocating large variables. A
@@ -179,7 +179,7 @@ def describe(
 
     Returns:
         A tuple of `VariableSpec` in order of creation: the model's weights and
-        seed states, without metrics (decision D3) and the optimizer's counters.
+        seed states, without metrics and the optimizer's counters.
         Slot variables are counted in `num_slots` of their variable.
 
     Raises:

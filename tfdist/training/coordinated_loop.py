@@ -270,7 +270,7 @@ class CoordinatedLoop(Loop):
             self._next_step += size
 
     def _read_data(self) -> Iterator:
-        """Lets every worker begin to read its part of the data (D11).
+        """Lets every worker begin to read its part of the data.
 
         For a worker that was lost, `_first_pass` is called again; by then the
         generation has changed, so the worker begins another pass.

@@ -1,8 +1,8 @@
 """Runs steps in this process; for workers, see `coordinated_loop.py`.
 
 All loops over a `ModelStep` trace the same dispatch: `steps_per_dispatch`
-steps, unrolled in one `tf.function` (design decision D4). `run(num_steps)` runs
-exactly that many; steps that do not fill a dispatch are dispatched one by one.
+steps, unrolled in one `tf.function`. `run(num_steps)` runs exactly that many;
+steps that do not fill a dispatch are dispatched one by one.
 """
 
 from __future__ import annotations

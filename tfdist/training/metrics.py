@@ -1,4 +1,4 @@
-"""A model's metrics, with states as tensors to be summed (decision D3)."""
+"""A model's metrics, with states as tensors to be summed."""
 
 from __future__ import annotations
 

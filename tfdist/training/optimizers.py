@@ -1,4 +1,4 @@
-"""Applies updates on the variable's own device (design decision D2).
+"""Applies updates on the variable's own device.
 
 A worker pushes gradients; the optimizer's arithmetic runs on the parameter
 server that holds the variable and its slots, as it did in TF1. Keras' own

@@ -2,9 +2,9 @@
 
 Keras' own `train_step` updates metrics and counters in place, which loses
 updates when workers share them: `keras.Variable.assign_add` reads, adds, then
-writes. Here a step takes metric states as arguments and returns the new ones
-(design decision D3); it makes lasting changes only by operations that the
-variable's own device executes atomically.
+writes. Here a step takes metric states as arguments and returns the new ones;
+it makes lasting changes only by operations that the variable's own device
+executes atomically.
 """
 
 from __future__ import annotations
