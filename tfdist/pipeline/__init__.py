@@ -1,7 +1,7 @@
-"""Layers of one model on different devices.
+"""Pipeline parallelism: the layers of one model on different devices.
 
 Read in this order: `model_parallel` (`Pipeline`), `stages` (layers and their
-devices), `micro_batches` (both passes, and what a device does when).
+devices), `micro_batches` (both passes, and the schedule of each device).
 """
 
 import lazy_loader

@@ -1,15 +1,15 @@
 """The forward and the backward pass of a batch, in micro-batches.
 
-A function of the values of all variables that changes none, so that its ops
-wait for what they need and for nothing else:
+The passes are a function of the values of all variables, and change none, so
+that ops only wait for their inputs:
 
     stage 0   F0 F1 F2 F3                 B0 B1 B2 B3
     stage 1      F0 F1 F2 F3  loss  B0 B1 B2 B3
 
-This is the schedule of GPipe (Huang et al., 2019). The loss waits for the
-predictions for the whole batch, so it may be any function of them; that costs
-nothing, since the last stage goes forward through all of it before it goes
-back. Activations are kept until then.
+This is the schedule of GPipe (Huang et al., 2019). The loss may be any function
+of the predictions for the whole batch. Waiting for all of them costs nothing,
+since the last stage completes its forward passes before the backward passes.
+Activations are kept until then.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What a device does without a break: a stage, for one micro-batch.
+    """One unit of a device's work: a stage, for one micro-batch.
 
     Attributes:
-        device: Full name of the device.
+        device: The full name of the device.
         replica, stage: Their indices.
-        micro_batch: Index among the micro-batches of the replica.
-        forward: Whether it is the forward pass.
-        start, end: Seconds since the first work of the batch began.
+        micro_batch: The index among the micro-batches of the replica.
+        forward: Whether this is the forward pass.
+        start, end: Seconds since the start of the batch's first unit.
     """
 
     device: str
@@ -52,22 +52,22 @@ class Work:
 
 
 class DeviceSchedule:
-    """Has each device do one work after the other, in the order of `run`.
+    """Makes each device run one unit of work at a time, in order of `run`.
 
-    Else it would begin all that it can, and the first micro-batch would leave
-    the first stage as late as the last one. A `timed` one reads the clock of
-    the device's machine when inputs are there and the device is free, and when
-    outputs are.
+    Otherwise a device would start all it can, and the first micro-batch would
+    leave the first stage as late as the last one. If `timed`, it reads the
+    clock of the device's machine when the inputs are available and the device
+    is free, and when the outputs are available.
     """
 
     def __init__(self, timed: bool = False) -> None:
         self._timed = timed
         self._last: dict[str, list[tf.Tensor]] = {}
-        self.work: list[Work] = []  # What was run, without its times.
-        self.times: list[tf.Tensor] = []  # Start and end of each.
+        self.work: list[Work] = []  # Without their times.
+        self.times: list[tf.Tensor] = []  # Start and end of each unit.
 
     def run(self, work: Work, inputs: Any, compute: Callable[[], Any]) -> Any:
-        """Returns `compute()`, on the device, after the work before."""
+        """Returns `compute()`, on the device, after its previous work."""
         self.work.append(work)
         with tf.device(work.device):
             with tf.control_dependencies(self._last.get(work.device, [])):
@@ -78,7 +78,7 @@ class DeviceSchedule:
         return outputs
 
     def _clock(self, needed: Any) -> list[tf.Tensor]:
-        """The time when all of `needed` is there, if it is asked for."""
+        """Reads the time when `needed` is available, if `timed`."""
         if not self._timed:
             return []
         with tf.control_dependencies(_tensors(needed)):
@@ -92,14 +92,14 @@ def _tensors(structure: Any) -> list[tf.Tensor]:
 
 
 class Passes(NamedTuple):
-    """What both passes of a batch give."""
+    """The results of both passes of a batch."""
 
-    gradients: list[list[Gradient]]  # Of each stage, those of its weights.
-    states: list[dict[int, tf.Tensor]]  # Of each stage, those that changed.
+    gradients: list[list[Gradient]]  # Per stage, of its weights.
+    states: list[dict[int, tf.Tensor]]  # Per stage, those that changed.
     y_pred: Any  # For the whole batch.
-    masks: list[tf.Tensor | None]  # Keras' mask of each of them.
-    added_loss: tf.Tensor  # What layers have added, a scalar.
-    times: list[tf.Tensor]  # Those of the device schedule.
+    masks: list[tf.Tensor | None]  # Keras' masks of `y_pred`.
+    added_loss: tf.Tensor  # Losses of layers, a scalar.
+    times: list[tf.Tensor]  # From the device schedule.
 
 
 def forward_and_back(
@@ -114,9 +114,10 @@ def forward_and_back(
 ) -> Passes:
     """Runs both passes.
 
-    There is a row of `devices` for each replica. The scalar `loss` of the whole
-    batch's predictions is scaled for the backward pass. Of each stage, `values`
-    are those of its variables, on its device. `x` divides into micro-batches.
+    `devices` has a row per replica. `loss` returns the scalar loss for the
+    predictions of the whole batch, and is scaled for the backward pass.
+    `values` holds, per stage, the values of its variables, on its device. `x`
+    must be divisible into micro-batches.
     """
     num_parts = len(devices) * num_micro_batches
     weight = scale_loss(tf.constant(1 / num_parts))
@@ -128,7 +129,7 @@ def forward_and_back(
             copy = _StageCopy(stage, work, own, schedule, weight)
             replicas[i].append(copy)
     order = list(itertools.product(replicas, range(num_micro_batches)))
-    with tf.device("CPU:0"):  # It was read here; only parts are sent.
+    with tf.device("CPU:0"):  # It was read here; only its parts are sent.
         parts = _split(x, num_parts)
     y_preds = []
     for (replica, k), part in zip(order, parts, strict=True):
@@ -142,7 +143,7 @@ def forward_and_back(
     for (replica, k), part in zip(order, parts, strict=True):
         for copy in reversed(replica):
             part = copy.backward(k, part)
-    copies = list(zip(*replicas, strict=True))  # Of each stage.
+    copies = list(zip(*replicas, strict=True))  # Per stage.
     pairs = zip(copies, values, strict=True)
     losses = [x for own in copies for copy in own for x in copy.losses]
     with tf.device(stages[-1].device):
@@ -159,10 +160,10 @@ def forward_and_back(
 
 
 class _StageCopy:
-    """A stage of one replica, at work on its share of a batch.
+    """A stage of one replica, for its share of a batch.
 
-    Gradients are taken stage by stage, each on its device; the backward ops of
-    a tape over all stages would be on one.
+    Gradients are computed stage by stage, each on its device; with one tape
+    over all stages, all backward ops would be on the same device.
     """
 
     def __init__(
@@ -175,10 +176,10 @@ class _StageCopy:
     ) -> None:
         self.stage, self._work = stage, work
         self._schedule, self._weight = schedule, weight
-        # Said also where nothing is copied: a loop that reads a value without a
-        # device would pass it through the default one.
+        # Needed even if nothing is copied: a loop that reads a value without a
+        # device would pass it through the default device.
         with tf.device(work.device):
-            # Values of its variables: before the batch, and so far.
+            # Values of the variables before the batch, and now.
             self.before = [
                 _other_seed(value, work.replica)
                 if work.replica and variable.path.endswith(SEED_STATE_NAME)
@@ -186,13 +187,13 @@ class _StageCopy:
                 for variable, value in zip(stage.variables, values, strict=True)
             ]
         self.values = self.before
-        # Of its weights, summed so far.
+        # Gradients of the weights, summed so far.
         self.gradients: list[Gradient] = [None] * len(stage.weights)
-        self.losses: list[tf.Tensor] = []  # That layers have added.
+        self.losses: list[tf.Tensor] = []  # Losses added by layers.
         self._backward: dict[int, Callable] = {}
 
     def forward(self, micro_batch: int, inputs: Any) -> Any:
-        """Takes a micro-batch through the stage."""
+        """Runs the forward pass of a micro-batch."""
         stage = self.stage
         work = dataclasses.replace(self._work, micro_batch=micro_batch)
         weights = self.values[: len(stage.weights)]
@@ -224,7 +225,7 @@ class _StageCopy:
                     (x, tf.cast(self._weight, x.dtype)) for x in scope.losses
                 ]
                 targets, seeds = zip(*reached, *added, strict=True)
-                with scope:  # What `keras.remat` recomputes reads weights.
+                with scope:  # Recomputation (`keras.remat`) reads weights.
                     found = tape.gradient(
                         targets, sources, output_gradients=seeds
                     )
@@ -244,7 +245,7 @@ class _StageCopy:
     def backward(
         self, micro_batch: int, gradients: list[Gradient]
     ) -> list[Gradient]:
-        """Takes it back: from gradients of the outputs to those of inputs."""
+        """Runs the backward pass, from output gradients to input gradients."""
         return self._backward.pop(micro_batch)(gradients)
 
 
@@ -258,7 +259,7 @@ def _summed(
     values: list[tf.Tensor],
     scale_loss: Callable[[tf.Tensor], tf.Tensor],
 ) -> list[Gradient]:
-    """Gradients over all replicas and of regularizers, with the variables."""
+    """Sums gradients over replicas and regularizers, on the stage's device."""
     stage = copies[0].stage
     regularizers = [variable.regularizer for variable in stage.weights]
     weights = values[: len(regularizers)]
@@ -274,7 +275,7 @@ def _summed(
 
 
 def _changed_states(copies: Sequence[_StageCopy]) -> dict[int, tf.Tensor]:
-    """The new states: means over replicas; a counter is the first one's."""
+    """Returns new states: means over replicas; counters of the first one."""
     stage, changed = copies[0].stage, {}
     first = len(stage.weights)
     with tf.device(stage.device):
@@ -306,12 +307,12 @@ def _sum(a: Gradient, b: Gradient) -> Gradient:
 
 
 def _floats(structure: Any) -> list[tf.Tensor]:
-    """Those that have a gradient."""
+    """Returns the tensors that can have a gradient."""
     return [t for t in tf.nest.flatten(structure) if t.dtype.is_floating]
 
 
 def _split(structure: Any, num_parts: int) -> list[Any]:
-    """As many structures, of equal parts along axis 0; None stays None."""
+    """Splits a structure into equal parts along axis 0; None stays None."""
     cut = [
         [None] * num_parts if t is None else tf.split(t, num_parts)
         for t in tf.nest.flatten(structure)
@@ -321,7 +322,7 @@ def _split(structure: Any, num_parts: int) -> list[Any]:
 
 
 def _joined(parts: list[Any]) -> tuple[Any, list[tf.Tensor | None]]:
-    """The structure of which these are the parts, and its masks."""
+    """Joins the parts of a structure; also returns its masks."""
     masks = [
         None
         if mask_of(column[0]) is None
@@ -334,7 +335,7 @@ def _joined(parts: list[Any]) -> tuple[Any, list[tf.Tensor | None]]:
 
 
 def set_masks(structure: Any, masks: list[tf.Tensor | None]) -> None:
-    """Gives each tensor its mask, where a Keras loss looks for it."""
+    """Sets the mask of each tensor, for Keras losses."""
     for tensor, mask in zip(tf.nest.flatten(structure), masks, strict=True):
         if mask is not None:
             set_mask(tensor, mask)

@@ -1,12 +1,13 @@
 """Layers on different devices, in a pipeline of micro-batches.
 
-A model too large for one device is cut into stages, each on a device of its
-own: its variables, their optimizer slots and every op of the stage. For devices
-to work at the same time, a batch goes through in micro-batches: while the
-second stage has the first of them, the first stage has the next.
+A model that is too large for one device is split into stages. Each stage has
+its variables, their slot variables and all of its ops on its own device. A
+batch is processed in micro-batches, so that devices work concurrently: while
+the second stage processes the first micro-batch, the first one processes the
+next.
 
-A stage is a `tf.device` scope of one graph, and TensorFlow sends what another
-device needs, also one of another process: `/job:worker/task:1/device:GPU:0`.
+A stage is a `tf.device` scope in one graph. TensorFlow sends tensors to other
+devices, also of other processes (`/job:worker/task:1/device:GPU:0`).
 """
 
 from __future__ import annotations
@@ -35,24 +36,25 @@ from tfdist.training import metrics, optimizers
 
 
 class Pipeline(keras.Model):
-    """A chain of stages, each on a device, trained in micro-batches.
+    """A chain of stages, each on its own device, trained in micro-batches.
 
-    A Keras model: `fit`, `evaluate`, `predict`, `export`, `tfdist.Estimator`
-    and checkpoints work. Training gives the weights that the same layers have
-    on one device, but for rounding: the gradients of the micro-batches add up
-    to that of the whole batch's loss. Three kinds of layers differ by nature:
+    It is a Keras model that supports `fit`, `evaluate`, `predict`, `export`,
+    `tfdist.Estimator` and checkpoints. Apart from rounding, training yields the
+    same weights as on one device: the gradients of the micro-batches add up to
+    that of the whole batch's loss. Three kinds of layers necessarily differ:
     BatchNorm normalizes over a micro-batch, Dropout draws a mask for each, and
-    what a layer adds by `add_loss` is the mean over them.
+    a loss added with `add_loss` is the mean over micro-batches.
 
-    With several rows of `devices` there are as many replicas, each with its
+    With several rows of `devices`, there are as many replicas, each with its
     share of the batch (in-graph replication). Variables and slots are on the
-    devices of the first row; in every step the others get copies and send
-    gradients back. Moving averages and the like become the mean over replicas.
+    devices of the first row; in every step, the other rows receive copies and
+    return gradients. States such as moving averages become the mean over
+    replicas.
 
-    The gradient of an embedding is as large as its table, and an id that a
-    batch repeats counts once, with the sum; Keras' own Adam squares each apart.
-    The graph has every stage once for each micro-batch, so tracing takes longer
-    the more there are; with an Estimator, let a dispatch be one step
+    The gradient of an embedding is as large as its table, and repeated ids in
+    a batch are summed before they are squared, unlike in Keras' own Adam. The
+    graph contains each stage once per micro-batch, so tracing takes longer with
+    more micro-batches; with an Estimator, use dispatches of one step
     (`RunConfig(steps_per_dispatch=1)`).
 
     >>> model = Pipeline(
@@ -67,31 +69,31 @@ class Pipeline(keras.Model):
 
     Args:
         inputs: `keras.Input`, or a structure of them, for the first stage.
-        stages: Each a layer, or a list of layers that follow one another; a
-            Keras model is a layer too. Each takes what the one before returns,
-            a tensor or a structure of them. Layers keep what they change in
-            Keras variables; no variable is in two stages.
-        devices: One for each stage, by a name that `tf.device` takes, also of
-            another task of the cluster that
-            `tf.config.experimental_connect_to_cluster` has joined; or a list
-            of such lists, one for each replica. Default: the GPUs of this
-            task, else its CPUs; where they are too few, neighbours share one.
-        num_micro_batches: Into how many parts each replica cuts its share of
-            the batch. The more, the less time devices wait (`bubble`), until
-            a part is too small to keep one busy.
-        name: Name of the model.
+        stages: Layers, or lists of consecutive layers; a Keras model is a
+            layer, too. Each takes the outputs of the previous one: a tensor or
+            a structure of tensors. Layers must keep their state in Keras
+            variables, and no two stages may share a variable.
+        devices: A device name per stage, as for `tf.device`, possibly in
+            another task of a cluster joined with
+            `tf.config.experimental_connect_to_cluster`; or a list of such
+            lists, one per replica. Default: the GPUs of this task, or else its
+            CPUs; if there are too few, adjacent stages share one.
+        num_micro_batches: The number of parts into which each replica splits
+            its share of the batch. With more parts, devices wait less
+            (`bubble`), until a part is too small to keep a device busy.
+        name: The name of the model.
 
     Attributes:
-        stages: Tuple of `tfdist.pipeline.Stage`.
+        stages: A tuple of `tfdist.pipeline.Stage`.
         devices: A tuple of full device names for each replica.
         num_micro_batches: As given.
 
     Raises:
-        ValueError: there is no stage, or not a device for each; a device does
-            not exist; a stage has variables elsewhere, or in common with
-            another; `num_micro_batches` is below 1; this is in the scope of a
-            `tf.distribute` strategy.
-        TypeError: a stage is no layer.
+        ValueError: there is no stage; the number of devices is not that of the
+            stages; a device does not exist; a stage has variables on another
+            device, or shares some; `num_micro_batches` is below 1; the call is
+            in the scope of a `tf.distribute` strategy.
+        TypeError: a stage is not a layer.
     """
 
     def __init__(
@@ -115,7 +117,7 @@ class Pipeline(keras.Model):
         own = tuple(map(Stage, range(len(stages)), stages, rows[0]))
         outputs = inputs
         for stage in own:
-            with tf.device(stage.device):  # Layers make their variables here.
+            with tf.device(stage.device):  # Layers create variables here.
                 outputs = stage.call(outputs)
         check_variables(own)
         super().__init__(inputs=inputs, outputs=outputs, name=name)
@@ -123,12 +125,12 @@ class Pipeline(keras.Model):
         self.devices = rows
         self.num_micro_batches = num_micro_batches
         self._metrics_built_for: int | None = None
-        # XLA compiles for one device; Keras warns who asks for it.
+        # XLA compiles for one device; Keras warns if it is requested.
         self.supports_jit = False
 
     @property
     def losses(self) -> list[tf.Tensor]:
-        """Those of all layers, each computed on the device of its stage."""
+        """The losses of all layers, computed on the devices of their stages."""
         losses = []
         for stage in self.stages:
             with tf.device(stage.device):
@@ -138,19 +140,19 @@ class Pipeline(keras.Model):
     def call(
         self, inputs: Any, training: bool | None = None, mask: Any = None
     ) -> Any:
-        """Runs the stages one after the other, on the batch as a whole."""
-        del mask  # Layers find it with the tensors.
+        """Runs the stages one after another, on the whole batch."""
+        del mask  # Layers find masks on their tensors.
         for stage in self.stages:
             with tf.device(stage.device):
                 inputs = stage.call(inputs, training)
         return inputs
 
     def train_step(self, data: Any) -> dict[str, tf.Tensor]:
-        """Trains on a batch, as a pipeline; returns the logs.
+        """Trains on a batch in micro-batches; returns the logs.
 
         Raises:
             ValueError: the optimizer skips updates.
-            tf.errors.InvalidArgumentError: the batch does not divide.
+            tf.errors.InvalidArgumentError: the batch is not divisible.
         """
         _check_optimizer(self.optimizer)
         with tf.init_scope():
@@ -170,10 +172,10 @@ class Pipeline(keras.Model):
         return logs
 
     def timeline(self, data: Any) -> list[Work]:
-        """Measures which device does what when, for a batch; trains nothing.
+        """Measures the work of each device for a batch, without training.
 
-        The clocks of several machines should agree. What a GPU does ends here
-        when it is queued, not when it is done: use `tf.profiler` there.
+        The clocks of several machines should agree. A GPU's work ends here
+        when it is queued, not when it is done; use `tf.profiler` for GPUs.
         """
         batch = keras.utils.unpack_x_y_sample_weight(data)
         self._build_metrics(batch)
@@ -181,7 +183,7 @@ class Pipeline(keras.Model):
 
         @tf.function(autograph=False)
         def run() -> Passes:
-            # All of it: TensorFlow does not compute what nobody asks for.
+            # Return everything: TensorFlow skips ops that have no effect.
             return self._passes(schedule, *batch)
 
         run()  # The first run also allocates.
@@ -194,14 +196,14 @@ class Pipeline(keras.Model):
         return sorted(timed, key=lambda work: work.start)
 
     def variable_devices(self) -> dict[str, str]:
-        """Path of every variable, slot and counter to its device."""
+        """Maps paths of all variables, slots and counters to their devices."""
         variables = list(self.variables)
         if self.optimizer is not None:
             variables += self.optimizer.variables
         return {v.path: v.value.device for v in variables}
 
     def _build_metrics(self, batch: tuple[Any, ...]) -> None:
-        """Has Keras make its metrics, which it could not in the passes."""
+        """Lets Keras create its metrics, which it cannot do in the passes."""
         tracker = id(metrics.loss_tracker(self))  # `compile` renews it.
         if self._metrics_built_for != tracker:
             known = itertools.takewhile(lambda part: part is not None, batch)
@@ -212,7 +214,7 @@ class Pipeline(keras.Model):
     def _passes(
         self, schedule: DeviceSchedule, x: Any, y: Any, sample_weight: Any
     ) -> Passes:
-        """Takes a batch forward and back; changes no variable."""
+        """Runs both passes of a batch; changes no variable."""
         values = [stage.values() for stage in self.stages]
         variables = [v for stage in self.stages for v in stage.variables]
         known = zip(variables, itertools.chain(*values), strict=True)
@@ -236,13 +238,13 @@ class Pipeline(keras.Model):
         )
         if tf.executing_eagerly():
             return passes()
-        # `tf.function` would have stateful ops (the LSTM of cuDNN, the clock)
-        # wait for one another in the order of the program: no two stages would
-        # work at the same time. A wrapped function has no such order.
+        # `tf.function` would run stateful ops (cuDNN's LSTM, the clock) in
+        # program order, so that no two stages would work at the same time. A
+        # wrapped function does not order them.
         return tf.compat.v1.wrap_function(passes, [])()
 
     def _divisible(self, x: Any) -> Any:
-        """The inputs, if they can be cut."""
+        """Returns the inputs if they are divisible into micro-batches."""
         parts = len(self.devices) * self.num_micro_batches
         first = tf.nest.flatten(x)[0]
         message = (
@@ -260,7 +262,7 @@ class Pipeline(keras.Model):
     def _logs(
         self, passes: Passes, x: Any, y: Any, sample_weight: Any
     ) -> dict[str, tf.Tensor]:
-        """Loss and metrics of the whole batch, as Keras computes them."""
+        """Returns Keras' loss and metrics of the whole batch."""
         micro_batches.set_masks(passes.y_pred, passes.masks)
         loss = self.compute_loss(x, y, passes.y_pred, sample_weight)
         tracker = metrics.loss_tracker(self)
@@ -273,9 +275,9 @@ class Pipeline(keras.Model):
 
 
 def bubble(num_stages: int, num_micro_batches: int) -> float:
-    """Share of its time that a device waits, if all stages take equally long.
+    """Returns the share of time that a device waits, with equal stages.
 
-    It waits while the first micro-batch comes and the last one goes.
+    It waits until the first micro-batch arrives and after the last one leaves.
 
     >>> [round(bubble(2, m), 2) for m in (1, 2, 4, 8)]
     [0.5, 0.33, 0.2, 0.11]
@@ -304,7 +306,7 @@ def _apply(
     variables: Sequence[keras.Variable],
     gradients: Sequence[Gradient],
 ) -> None:
-    """Applies gradients, each where its variable is, and counts the step."""
+    """Applies gradients on their variables' devices, and counts the step."""
     parts = optimizers.parts(optimizer)
     iteration = tf.convert_to_tensor(optimizer.iterations.value)
     for i, part in enumerate(parts):
@@ -328,7 +330,7 @@ def _clipped(
     part: keras.optimizers.Optimizer,
     pairs: list[tuple[keras.Variable, Gradient]],
 ) -> list[tuple[keras.Variable, tf.Tensor]]:
-    """With gradients that are dense, and clipped as the optimizer says."""
+    """Converts gradients to dense ones, clipped by the optimizer."""
     clipped = []
     for variable, gradient in pairs:
         with tf.device(variable.value.device):
@@ -339,7 +341,7 @@ def _clipped(
                 gradient /= part.loss_scale_factor
         clipped.append(gradient)
     if part.global_clipnorm and clipped:
-        # Each is scaled where it is; only norms meet.
+        # Each is scaled on its device; only the norms are transferred.
         clipped, _ = tf.clip_by_global_norm(clipped, part.global_clipnorm)
     variables = [variable for variable, _ in pairs]
     return list(zip(variables, clipped, strict=True))

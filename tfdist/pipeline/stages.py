@@ -1,4 +1,4 @@
-"""Stages of a pipeline: which layers are on which device."""
+"""Stages of a pipeline: layers and their devices."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Devices = Sequence[str] | Sequence[Sequence[str]]
 
 
 class Stage:
-    """Layers that follow one another on one device.
+    """A sequence of layers on one device.
 
     Args:
-        index: Number of the stage in the pipeline.
-        layers: The layers; as attribute a tuple.
-        device: Full name of the device of their variables; an attribute.
+        index: The number of the stage in the pipeline.
+        layers: The layers. The attribute `layers` is a tuple.
+        device: The full name of their variables' device; also an attribute.
 
     >>> from tfdist.pipeline import Pipeline
     >>> relu = keras.layers.ReLU(name="relu")
@@ -29,7 +29,7 @@ class Stage:
     (Stage(relu on /job:localhost/replica:0/task:0/device:CPU:0),)
 
     Raises:
-        TypeError: what is in `layers` is no layer.
+        TypeError: an element of `layers` is not a layer.
         ValueError: `layers` is empty.
     """
 
@@ -56,20 +56,20 @@ class Stage:
 
     @property
     def weights(self) -> list[keras.Variable]:
-        """Variables that training updates."""
+        """The variables that training updates."""
         own = [v for layer in self.layers for v in layer.trainable_variables]
         return list({id(v): v for v in own}.values())
 
     @property
     def states(self) -> list[keras.Variable]:
-        """All others: moving averages, seeds, frozen weights."""
+        """All other variables: moving averages, seeds, frozen weights."""
         trained = {id(v) for v in self.weights}
         own = {id(v): v for layer in self.layers for v in layer.variables}
         return [v for key, v in own.items() if key not in trained]
 
     def call(self, inputs: Any, training: bool | None = None) -> Any:
         """Calls the layers; the caller opens the device scope."""
-        # Keras keeps what a symbolic call is given, even None.
+        # Keras records the arguments of a symbolic call, even None.
         known = {} if training is None else {"training": training}
         for layer in self.layers:
             inputs = layer(inputs, **known)
@@ -81,13 +81,13 @@ class Stage:
         return self.weights + self.states
 
     def values(self) -> list[tf.Tensor]:
-        """Reads all variables, where they are."""
+        """Reads all variables, on the stage's device."""
         with tf.device(self.device):
             return [tf.convert_to_tensor(v.value) for v in self.variables]
 
 
 def check_variables(stages: Sequence[Stage]) -> None:
-    """Checks that variables are on their stage's device, and in no other."""
+    """Checks that variables belong to one stage, and are on its device."""
     first: dict[int, int] = {}
     for i, stage in enumerate(stages):
         for variable in stage.variables:
@@ -97,7 +97,7 @@ def check_variables(stages: Sequence[Stage]) -> None:
                     f"{variable.path!r} in stages {first[id(variable)]} and "
                     f"{i}. Layers that share one belong into one stage."
                 )
-            # Seeds are made with their layer, before it is given to a stage.
+            # Seeds are created with their layer, before it is added to a stage.
             is_seed = variable.path.endswith(SEED_STATE_NAME)
             if variable.value.device != stage.device and not is_seed:
                 raise ValueError(
@@ -111,7 +111,7 @@ def check_variables(stages: Sequence[Stage]) -> None:
 def resolve_devices(
     devices: Devices | None, num_stages: int
 ) -> tuple[tuple[str, ...], ...]:
-    """Full names of the devices of a pipeline, a row for each replica."""
+    """Returns the full names of a pipeline's devices, a row per replica."""
     if not num_stages:
         raise ValueError("Argument `stages` must have a stage at least.")
     here = tf.DeviceSpec.from_string(tf.zeros([]).device).replace(
@@ -144,10 +144,10 @@ def resolve_devices(
 
 
 def op_devices(function: Any) -> dict[str, str]:
-    """By `function name/op name` the devices a `ConcreteFunction` asks for.
+    """Maps `function name/op name` to the devices in a `ConcreteFunction`.
 
-    Also those in functions that it calls. "" is TensorFlow's choice: for ops on
-    a variable its device.
+    Includes the functions that it calls. "" leaves the choice to TensorFlow:
+    ops on a variable run on its device.
     """
     graph = function.graph.as_graph_def()
     called = [(f.signature.name, f.node_def) for f in graph.library.function]
@@ -159,7 +159,7 @@ def op_devices(function: Any) -> dict[str, str]:
 
 
 def _existing(name: str, here: tf.DeviceSpec, names: list[str]) -> str:
-    """Full name of a device."""
+    """Returns the full name of a device."""
     with contextlib.suppress(ValueError):  # TensorFlow cannot parse it.
         spec = tf.DeviceSpec.from_string(name)
         if (full := here.make_merged_spec(spec).to_string()) in names:
