@@ -848,7 +848,7 @@ def test_nothing_is_possible(capsys):
         ([], "Give --model, or --dense_bytes"),
         (["--rows_bytes=1"], "Give --model, or --dense_bytes"),
         (["--dense_bytes=1", "--measure"], "no --measure"),
-        ([MODEL, "--measure", "--compute_secs=1"], "Leave one out"),
+        ([MODEL, "--measure", "--compute_secs=1"], "pass only one"),
         (["--model=no.such:thing"], "No module named 'no'"),
         (
             ["--model=tests.advice.test_chooser:nothing"],

@@ -26,7 +26,7 @@ def _parser() -> argparse.ArgumentParser:
             "Prints which strategy to choose for a model, and why. Flags with "
             "the names of fields are described in `tfdist.advice.Workload` and "
             "`tfdist.advice.Machines`: numbers in bytes, seconds and examples "
-            "that replace what --model tells, or the defaults."
+            "that replace the values of --model, or the defaults."
         ),
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
@@ -49,7 +49,7 @@ def _workload(model: str, measured: bool, fields: dict[str, Any]) -> Workload:
             raise ValueError("Give --model, or --dense_bytes and no --measure.")
         return Workload(**fields)
     if measured and "compute_secs" in fields:
-        raise ValueError("--measure tells --compute_secs. Leave one out.")
+        raise ValueError("--measure sets --compute_secs: pass only one of them.")
     model_fn = load_function("model", model)
     step = Workload.of(model_fn, batch_size)
     if measured:
