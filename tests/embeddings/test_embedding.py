@@ -622,7 +622,7 @@ def test_file_of_another_class_of_layer(tmp_path):
     path = tmp_path / "old.weights.h5"
     model(keras.layers.Embedding(10, 2)).save_weights(path)
     with pytest.raises(
-        ValueError, match="another class of layer: give it to `set_"
+        ValueError, match="another layer class: pass its array to `set_"
     ):
         model(PartitionedEmbedding(10, 2, num_shards=2)).load_weights(path)
 

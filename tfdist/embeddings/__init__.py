@@ -1,11 +1,10 @@
-"""Embedding tables split over parameter servers, of fixed or growing size.
+"""Embedding tables sharded over parameter servers, of fixed size or growing.
 
-Read in this order: `layer` (the Keras layer), `lookups` (the rows that a step
-reads), `routing` (the servers that hold them); then, for growing tables,
-`dynamic` (the layer), `growing` (its shards), `index` (the slot of each id),
-`places` (shards that are searched together), `admission` (which ids get a
-slot), `initial` (initial values of rows), `filling` (inserting many ids from a
-checkpoint), `static` (tables in a SavedModel).
+Reading order: `layer` (the Keras layer), `lookups` (which rows a step reads),
+`routing` (which server holds them); then, for growing tables, `dynamic` (the
+layer), `growing` (its shards), `index` (the slot of each id), `places` (shards
+searched together), `admission` (which ids get a slot), `initial` (initial
+rows), `filling` (many ids at once), `static` (SavedModels).
 """
 
 import lazy_loader

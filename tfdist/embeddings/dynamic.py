@@ -1,4 +1,4 @@
-"""Embedding tables for ids that are not known beforehand."""
+"""Embedding tables for ids that are not known in advance."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NOT_HERE = (
     "partition_strategy embeddings_regularizer embeddings_constraint mask_zero"
 ).split()
 
-# Variables that accompany each shard: name, dtype and shape per segment.
+# Auxiliary variables of each shard: name, dtype, and shape for one segment.
 _BESIDE = (
     ("keys", "int64", (SEGMENT // BUCKET, BUCKET)),
     ("seen", "int32", (SEGMENT,)),
@@ -35,14 +35,14 @@ _BESIDE = (
 
 @keras.saving.register_keras_serializable(package="tfdist")
 class DynamicEmbedding(PartitionedEmbedding):
-    """An embedding layer that allocates a row for an id when it is trained.
+    """Looks up rows of any ids; an id gets its row when it is first trained.
 
-    Like `PartitionedEmbedding`, without a vocabulary: ids are any integers or
-    strings, hashed or not, and no two share a row. Training allocates the row
-    of an id in its first update, or a later one (`admit_after`); evaluation,
-    prediction and exports never do. An id without a row reads its row's
-    initial value; its gradients are dropped and counted (`counters`) until it
-    has a row.
+    Like `PartitionedEmbedding`, but without a vocabulary: ids are any integers
+    or strings, hashed or not, and no two share a row. Training gives an id a
+    row in its first update, or in a later one (`admit_after`); evaluation,
+    prediction and exports do not. The lookup of an id without a row returns its
+    initial row; until it gets a row, its gradients are dropped, and counted
+    (`counters`).
 
     >>> layer = DynamicEmbedding(4, capacity=10_000, combiner="sum")
     >>> layer(tf.constant([["a user", "an item"], ["a user", ""]])).shape
@@ -50,50 +50,49 @@ class DynamicEmbedding(PartitionedEmbedding):
     >>> layer.num_ids()
     0
 
-    Tables of the same width and options are looked up together, with hardly
-    more ops than a single table. SavedModels exported by tfdist contain only
-    the rows in use. Not supported: regularizers, constraints, `mask_zero`.
+    Tables with equal width and options are looked up together, in hardly more
+    ops than a single table. A SavedModel exported by tfdist contains only the
+    rows in use. Not supported yet: regularizers, constraints, `mask_zero`.
 
     Args:
-        output_dim: The length of a row.
-        capacity: The number of rows, rounded up to a multiple of 4,096; each
-            takes about 12 bytes besides its values and optimizer slots. An id
-            is refused if its segment of 4,096 rows is full, so choose a third
-            more than the number of ids that you expect.
-        num_shards: The number of shards, of at least 4,096 rows each; see
-            `PartitionedEmbedding`.
+        output_dim: Length of a row.
+        capacity: Number of rows, rounded up to a multiple of 4,096. Each takes
+            about 12 bytes in addition to the row and its optimizer slots. An id
+            gets no row if its segment of 4,096 rows is full, so make `capacity`
+            a third larger than the expected number of ids.
+        num_shards: See `PartitionedEmbedding`; 4,096 rows at least in each.
         partitioner: Excludes `num_shards`; receives the rounded capacity.
-        combiner: As for `PartitionedEmbedding`.
-        admit_after: The update (1 to 127) in which an id gets its row, so that
-            ids that occur only once take none. A sketch of 2 bytes per row
-            counts ids, and halves its counts whenever it has counted half as
-            many ids as the table has rows: a rare id may wait longer, and about
-            one new id in 20 waits less. Default: 1. It may change when a job
-            resumes; a new sketch counts from 0.
-        evict_after_steps: An id that appeared in none of the last so many
-            updates (of all workers) may lose its row to an id that finds no
-            room: the oldest of the 32 rows that the new id may take. If it
-            returns it starts over, even if its row was read before the
-            eviction and is updated afterwards. Updates of a server's evicting
-            tables take turns. Default: never. If it is enabled later, ids count
-            as never seen until they are seen.
-        embeddings_initializer: Keras' constant, uniform or normal. The initial
-            row is a function of the id, the layer's name and the initializer's
-            seed (None counts as 0), so it is independent of `num_shards`.
-        name: The name of the layer.
-        **kwargs: Arguments of every Keras layer.
+        combiner: See `PartitionedEmbedding`.
+        admit_after: Number of updates that must contain an id; the last of them
+            gives it a row. At most 127. With 2 or more, ids that occur once get
+            none. A sketch of 2 bytes per row counts ids, and halves its counts
+            when it has counted half as many as there are rows: a rare id may
+            get its row later, and about one of 20 new ids gets it earlier. If a
+            resumed job turns this on, counts start at 0. Default: 1.
+        evict_after_steps: An id in none of the last `evict_after_steps` updates
+            of all workers together may lose its row to an id that finds no
+            room, which takes the oldest of its 32 possible rows. An evicted id
+            that returns starts from its initial row, even if it was read before
+            the eviction and updated after it. Updates of evicting tables on the
+            same server run one at a time. If a resumed job turns this on, an id
+            counts as never seen until its next update. Default: never.
+        embeddings_initializer: Keras' constant, uniform or normal initializer.
+            The initial value of a row depends on the id, the layer name and the
+            initializer's seed (None counts as 0), not on `num_shards`.
+        name: Name of the layer.
+        **kwargs: Arguments of `keras.layers.Layer`.
 
     Call arguments:
-        ids: Integers or strings; a dense, ragged or sparse tensor.
-        weights: As for `PartitionedEmbedding`.
+        ids: Integers or strings: dense, ragged or sparse.
+        weights: See `PartitionedEmbedding`.
 
     Raises:
-        ValueError: a size is not positive, more shards than `capacity` has
-            segments, another initializer, an argument that is not supported.
-        TypeError: at the call: ids of another dtype.
-        LookupError: the model is not trained by steps of tfdist.
-        tf.errors.InvalidArgumentError: at run time: the id -2**63, or a batch
-            with more ids than the table has rows.
+        ValueError: if a size is not positive, there are more shards than
+            segments, or an argument or the initializer is not supported.
+        TypeError: at the call, if ids have an unsupported dtype.
+        LookupError: if a model is not trained by the steps of tfdist.
+        tf.errors.InvalidArgumentError: at run time, if an id is -2**63, or a
+            batch has more ids than the table has rows.
     """
 
     _arguments: ClassVar[Sequence[str]] = (
@@ -168,7 +167,7 @@ class DynamicEmbedding(PartitionedEmbedding):
         self._growing: list[Growing] = []
 
     def build(self, *input_shapes: Any) -> None:
-        """Creates the shards, and the variables that each needs to grow."""
+        """Creates the shards and their auxiliary variables."""
         if self.built:
             return
         super().build(*input_shapes)
@@ -180,13 +179,13 @@ class DynamicEmbedding(PartitionedEmbedding):
             )
 
     def _initializer_of(self, shard: int) -> Callable[..., tf.Tensor]:
-        """Returns zeros: rows are initialized when they are claimed."""
+        """Returns zeros: a row is initialized when an id gets it."""
         return keras.initializers.Zeros()
 
     def _beside(
         self, i: int, name: str, dtype: str, shape: tuple[int, ...]
     ) -> keras.Variable:
-        """Creates a variable next to a shard, with `shape` per segment."""
+        """Creates an auxiliary variable; `shape` is that for one segment."""
         (first, num), (size, *rest) = self._segments[i], shape
         part = f"_part_{i}" if self.num_shards > 1 else ""
         variable = VariableBeside(
@@ -199,7 +198,7 @@ class DynamicEmbedding(PartitionedEmbedding):
 
     @property
     def pieces(self) -> list[keras.Variable]:
-        """The variables that hold the table."""
+        """All variables that make up the table."""
         return [v for growing in self._growing for v in growing.pieces]
 
     def num_ids(self) -> int:
@@ -207,12 +206,12 @@ class DynamicEmbedding(PartitionedEmbedding):
         return int(self.counters()["num_ids"])
 
     def counters(self) -> dict[str, float]:
-        """Returns the numbers about the table that TensorBoard shows.
+        """Returns the statistics of the table that TensorBoard shows.
 
-        `num_ids` have a row, `admitted_ids` got one, `evicted_ids` lost theirs.
-        `fullest_segment` is the largest share of rows in use in a segment; at 1
-        it refuses ids. `dropped_gradients` is the sum of `refused` (no room)
-        and `not_admitted` (not yet).
+        Ids that have a row (`num_ids`), got one (`admitted_ids`) or lost it
+        (`evicted_ids`); the share of rows in use in the `fullest_segment` (at
+        1, ids start to find no room); and `dropped_gradients`, of ids that
+        found no room (`refused`) or were `not_admitted` yet.
         """
         by_segment = [each.ids_by_segment().numpy() for each in self._growing]
         held = np.concatenate(by_segment)
@@ -239,9 +238,9 @@ class DynamicEmbedding(PartitionedEmbedding):
 
     @property
     def group_key(self) -> Any:  # type: ignore[override]
-        """The options shared by tables that are looked up together."""
+        """Equal for tables of one width that can be looked up together."""
         config = self.embeddings_initializer.get_config()
-        config.pop("seed", None)  # It is part of the salt.
+        config.pop("seed", None)  # Part of the salt.
         kind = type(self.embeddings_initializer).__name__, repr(config)
         return *kind, self.admit_after, self.evict_after_steps
 
@@ -260,42 +259,42 @@ class DynamicEmbedding(PartitionedEmbedding):
         asked = Found(route.ids[""], places)
         rows = GrowingShards(group.shards).rows(asked).rows
         if self.trainable:
-            # With such a gradient, ids without a row would never learn.
+            # Through it, an id without a row would silently learn nothing.
             rows = tf.raw_ops.PreventGradient(
                 input=rows,
-                message=f"Table {self.path} gives ids their rows in steps of "
-                "tfdist's. Train by tfdist.fit or an Estimator, not by the "
-                "model's own `fit`, nor by its own `train_step` in one "
-                "process.",
+                message=f"Table {self.path} gives ids their rows only in the "
+                "training steps of tfdist. Train by tfdist.fit or an "
+                "Estimator, not by the model's own `fit`, nor by its own "
+                "`train_step` in one process.",
             )
         return tf.gather(rows, route.positions)
 
     def _by_kind(self) -> list[list[keras.Variable]]:
-        """Lists the shards of the table and of each accompanying variable."""
+        """Returns the shards of the table, then of each auxiliary variable."""
         each = (growing.pieces for growing in self._growing)
         return [list(kind) for kind in zip(*each, strict=True)]
 
     def get_weights(self) -> list[np.ndarray]:
-        """Returns table, keys, seen, counters and any sketch, an array each."""
+        """Returns the table, keys, seen, counters and any sketch, unsharded."""
         return [
             np.concatenate([v.numpy() for v in each])
             for each in self._by_kind()
         ]
 
     def set_weights(self, weights: Sequence[Any]) -> None:
-        """Sets arrays that `get_weights` returned, for any number of shards."""
+        """Sets arrays from `get_weights`, also if its shards were different."""
         wanted = [each.shape for each in self.get_weights()]
         if (found := [*map(np.shape, weights)]) != wanted:
             raise ValueError(
                 f"Layer {self.path!r} has arrays of shape: {wanted}. Received "
-                f"arrays of shape: {found}. Is it of the same capacity?"
+                f"arrays of shape: {found}. Do both have the same capacity?"
             )
         for each, whole in zip(self._by_kind(), weights, strict=True):
             for variable in each:
                 variable.assign(own_rows(variable, whole))
 
     def load_own_variables(self, store: Mapping[str, Any]) -> None:
-        """Reads the arrays; resets `seen`, which refers to another job."""
+        """Reads all but `seen`, whose steps are those of another job."""
         arrays = [store[str(i)] for i in range(len(store))]
         arrays[2] = np.zeros_like(arrays[2])
         self.set_weights(arrays)

@@ -1,4 +1,4 @@
-"""Fills an empty growing table with many ids at once."""
+"""Fills an empty growing table with many ids and their rows at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tfdist.embeddings.growing import growing_of
 from tfdist.embeddings.layer import own_rows
 from tfdist.embeddings.places import Places
 
-_KEYS = 1 << 16  # Inserted together; each takes 512 bytes meanwhile.
+_KEYS = 1 << 16  # Keys per insert, which takes 512 bytes of memory for each.
 
 
 def place(
@@ -21,8 +21,8 @@ def place(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Inserts unique keys, int64 `(n,)`, into an empty table.
 
-    Returns the keys of all slots, int64 `(buckets, 16)`, and the slots of the
-    keys; raises ValueError if some find no room in the table called `name`.
+    Returns the keys in all slots, int64 `(buckets, 16)`, and the slot of each
+    key. Raises ValueError, which names the table, if keys find no room.
     """
     shape = [num_segments * index.SEGMENT // index.BUCKET, index.BUCKET]
     with tf.device("CPU"):
@@ -40,18 +40,18 @@ def place(
     if lost := np.count_nonzero(slots < 0):
         raise ValueError(
             f"{lost} of {len(keys)} ids of table {name!r} find no room in a "
-            f"capacity of {num_segments * index.SEGMENT}. Let it be at least "
-            f"{-(-len(keys) * 4 // 3)}."
+            f"capacity of {num_segments * index.SEGMENT}. Use a capacity of at "
+            f"least {-(-len(keys) * 4 // 3)}."
         )
     return held.numpy(), slots
 
 
 def fill(table: Any, ids: Any, rows: np.ndarray) -> None:
-    """Gives ids `(n,)`, and only these, the rows `(n, dim)` in a table.
+    """Sets the contents of a table to the ids `(n,)` and rows `(n, dim)`.
 
     Raises:
-        TypeError: the ids are neither integers nor strings.
-        ValueError: rows have another shape, ids repeat, or some find no room.
+        TypeError: if ids are neither integers nor strings.
+        ValueError: if rows have another shape, or ids repeat or find no room.
     """
     ids = tf.constant(np.asarray(ids))
     table._check_dtype(ids.dtype.name)
@@ -60,9 +60,9 @@ def fill(table: Any, ids: Any, rows: np.ndarray) -> None:
     if rows.shape != (different, table.output_dim) or different < len(keys):
         raise ValueError(
             f"Table {table.path!r} takes rows of length {table.output_dim}, "
-            "and for each row an id that no other has, nor is it "
-            f"{index.NO_ID}. Received: {len(keys)} ids, of them {different} "
-            f"different, for rows of shape {rows.shape}."
+            f"each with a unique id other than {index.NO_ID}. Received: "
+            f"{len(keys)} ids, of which {different} are different and valid, "
+            f"for rows of shape {rows.shape}."
         )
     held, slots = place(keys, table.num_segments, table.path)
     for growing in filter(None, map(growing_of, table.shards)):

@@ -1,4 +1,4 @@
-"""Reads and claims rows in a server's growing shards, by key."""
+"""Reads rows of a server's shards, and gives rows to new ids."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from tfdist._tf.tracing import traced
 from tfdist.embeddings import admission, index
 from tfdist.embeddings.places import WRITE, Places, places_of
 
-# An attribute of shards in which the slots of ids must be looked up.
+# Attribute of the shards of growing tables.
 _GROWING = "_tfdist_growing"
 COUNTED = "refused", "not_admitted", "evicted_ids"
 """Columns of the counters: gradients of ids that found no room, gradients of
 ids that were not admitted yet, and ids that lost their rows."""
-_EVICTING = "tfdist_evicting"  # The mutex of a server's evicting tables.
+_EVICTING = "tfdist_evicting"  # A server's mutex for tables that evict.
 
 Beside = Sequence[tuple[keras.Variable, float | None]]
-"""Slot variables of a shard with their initial values; None: the row's."""
+"""Slot variables of a shard and their initial values (None: the row's)."""
 
 
 class Found(NamedTuple):
-    """Keys, with their slots and rows if these were read before."""
+    """Keys of ids and, if their rows have been read, the results."""
 
     keys: tf.Tensor  # int64 `(n,)`.
-    places: Places  # The shards of the keys.
+    places: Places  # The shard of each key.
     slots: Any = None  # The slot of each key in its shard; -1: none.
     rows: Any = None  # The rows that were read.
     is_whole: Any = None  # A scalar: whether all keys have slots.
@@ -37,15 +37,15 @@ class Found(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Growing:
-    """A shard that allocates rows to ids as they appear."""
+    """A shard that gives rows to new ids, and its auxiliary variables."""
 
     table: Any  # The `DynamicEmbedding`.
     shard: keras.Variable  # The rows.
-    first_segment: int  # The first segment that the shard holds.
-    # The key of each row, in order; int64 `(buckets, 16)`.
+    first_segment: int  # Index in the table of the first segment of the shard.
+    # The key of each row, in the order of rows; int64 `(buckets, 16)`.
     keys: keras.Variable
-    # int32, the number of each row's last update, from 1 and modulo 2**32, if
-    # the table evicts; otherwise 0.
+    # int32, one value per row: if the table evicts, the number of the last
+    # update, counted from 1 and modulo 2**32; else 0.
     seen: keras.Variable
     counters: keras.Variable  # int64 `(segments, 3)`; see `COUNTED`.
     # int32, counts ids without a row; None: all ids are admitted.
@@ -56,19 +56,19 @@ class Growing:
 
     @property
     def pieces(self) -> list[keras.Variable]:
-        """The variables that the shard consists of."""
+        """All variables of the shard."""
         own = [self.shard, self.keys, self.seen, self.counters]
         return own if self.sketch is None else [*own, self.sketch]
 
     def ids_by_segment(self) -> tf.Tensor:
-        """Returns the number of ids in each segment, counted on the server."""
+        """Counts the ids in each segment, on the device of the keys."""
         with tf.device(self.keys.value.device):
             held = tf.reshape(self.keys.value, [-1, index.SEGMENT])
             return tf.math.count_nonzero(held, axis=1)
 
 
 class GrowingShards:
-    """Shards of one server with equal `group_key`, searched together."""
+    """Shards of one server and one `group_key`, which are searched together."""
 
     def __init__(self, shards: Sequence[keras.Variable]) -> None:
         own: list[Growing] = [getattr(shard, _GROWING) for shard in shards]
@@ -84,12 +84,12 @@ class GrowingShards:
         self.evicts = self._tables[0].evict_after_steps
 
     def rows(self, asked: Found) -> Found:
-        """Reads the rows of keys; a key without a row reads its initial row."""
+        """Reads the rows of keys; a key without one reads its initial row."""
         keys, places = asked.keys, asked.places
         slots = index.find(self._index, keys, places)
         rows = places.gather(self.shards, tf.maximum(slots, 0))
         if self.evicts:
-            # A slot may have been evicted while its row was read.
+            # Another key may have taken the slot before the row was read.
             with tf.control_dependencies([rows]):
                 slots = index.still_held(self._index, keys, slots, places)
 
@@ -114,13 +114,12 @@ class GrowingShards:
         iteration: tf.Tensor,
         beside: Sequence[Beside],
     ) -> list[tuple[tf.Tensor, tf.Tensor]]:
-        """Returns slots of unique keys, and their gradients, for each shard.
+        """Returns for each shard the slots of its unique keys, and gradients.
 
-        Keys without a row get one if they are admitted and there is room;
-        otherwise they are dropped and counted. An id that has lost its row
-        since it was read counts as new. `iteration`, int64, is the number of
-        earlier updates; `beside` holds the slot variables that are initialized
-        with a row, in the same order for every shard.
+        Keys without a row get one, if they are admitted and there is room; else
+        they are left out and counted. An id that lost its row after the row was
+        read counts as new. `iteration`, int64, is the number of earlier
+        updates; `beside` has the slot variables of each shard, in equal order.
         """
         keys, places, slots, read, is_whole = found
         now = tf.cast(iteration + 1, tf.int32)
@@ -134,7 +133,7 @@ class GrowingShards:
         def grown() -> list[tf.Tensor]:
             missing = tf.where(slots < 0)
             new, its = tf.gather_nd(keys, missing), places.some(missing[:, 0])
-            # Rows that were read need not be computed while others wait.
+            # Computed here, not in `_inserted`, which holds a mutex.
             if read is None:
                 rows = self._first_rows(new, its)
             else:
@@ -167,9 +166,9 @@ class GrowingShards:
         return [*zip(*own, strict=True)]
 
     def _see(self, slots: tf.Tensor, now: tf.Tensor, places: Places) -> None:
-        """Records the update in which slots were seen."""
+        """Records that slots were seen at update `now`."""
         seen = places.gather(self._seen, slots)
-        # A slow worker must not set it back.
+        # A slow worker may report an earlier update than others did.
         latest = tf.where(_passed(seen, now) < 0, seen, now)
         places.scatter(WRITE, self._seen, slots, latest)
 
@@ -181,7 +180,7 @@ class GrowingShards:
         now: tf.Tensor,
         beside: Sequence[Beside],
     ) -> tf.Tensor:
-        """Inserts keys with initial rows; returns their slots (`insert`)."""
+        """Returns slots of new keys, initialized with `rows`; see `insert`."""
 
         def begin(
             slots: tf.Tensor, places: Places, which: tf.Tensor, lost: tf.Tensor
@@ -214,7 +213,7 @@ class GrowingShards:
         )
 
     def _admitted(self, keys: tf.Tensor, places: Places) -> tf.Tensor:
-        """Whether keys without a slot were seen often enough, counting now."""
+        """Counts keys without a slot; returns which were seen often enough."""
         segment = index.own_segments(self._index, keys, places)
         times = admission.seen_again(self._sketches, segment, keys, places)
         waiting = tf.where(times < self._admit_after)[:, 0]
@@ -223,9 +222,9 @@ class GrowingShards:
         return times >= self._admit_after
 
     def _periods(self, segment: tf.Tensor, places: Places) -> tf.Tensor:
-        """Returns the number of completed periods of each segment's sketch.
+        """Returns how many periods of its sketch each segment has completed.
 
-        Ids that evict others, in a full table, were admitted and so counted.
+        Evictions count too: the id that evicts another one was also counted.
         """
         counts = places.gather(self._counters, segment)
         sights = tf.reduce_sum(counts[:, COUNTED.index("not_admitted") :], 1)
@@ -249,7 +248,7 @@ class GrowingShards:
     def _refuse(
         self, keys: tf.Tensor, slots: tf.Tensor, places: Places
     ) -> None:
-        """Counts ids without room; fails if a batch exceeds a shard."""
+        """Counts keys that found no room; fails if a batch exceeds a shard."""
         sizes = [shard.shape[0] for shard in self.shards]
         numbers = [tf.size(keys)] if places.num == 1 else places.counts
         many = tf.where(tf.greater(numbers, sizes))[:1, 0]
@@ -257,7 +256,7 @@ class GrowingShards:
         messages = [
             f"One batch has more ids than {shard.path} has rows: {size}. Give "
             "the table a capacity of several batches; now it is "
-            f"{table.input_dim}. Ids of the batch there:"
+            f"{table.input_dim}. Ids of the batch in this shard:"
             for shard, size, table in zip(
                 self.shards, sizes, self._tables, strict=True
             )
@@ -274,9 +273,9 @@ class GrowingShards:
 
 
 def _passed(seen: tf.Tensor, now: tf.Tensor) -> tf.Tensor:
-    """Returns the updates since `seen`, int32, which wraps around at 2**32.
+    """Returns the int32 number of updates from `seen` to `now`, modulo 2**32.
 
-    Negative if `seen` is later; distances beyond `OLDEST` count as `OLDEST`.
+    Negative where `seen` is later; `OLDEST` where the distance exceeds it.
     """
     steps = now - seen
     is_near = (steps >= -index.OLDEST) & (steps <= index.OLDEST)
@@ -284,9 +283,9 @@ def _passed(seen: tf.Tensor, now: tf.Tensor) -> tf.Tensor:
 
 
 class TracedShards(GrowingShards):
-    """Like `GrowingShards`, for functions with many steps of a loop.
+    """`GrowingShards` for functions that unroll many steps of a loop.
 
-    Each method is traced and compiled once, on the shards' device.
+    Each method is traced and compiled only once, on the device of the shards.
     """
 
     def __init__(self, shards: Sequence[keras.Variable]) -> None:
@@ -307,16 +306,16 @@ class TracedShards(GrowingShards):
         iteration: tf.Tensor,
         beside: Sequence[Beside],
     ) -> list[tuple[tf.Tensor, tf.Tensor]]:
-        """See `GrowingShards`; `beside` must be the same in every call."""
+        """See `GrowingShards`; each call must pass the same `beside`."""
         if self._claimed is None:
             claimed: Callable[..., Any] = super().claimed
-            # Not a partial, whose variables TensorFlow would treat as inputs.
+            # A partial would make TensorFlow treat the variables as inputs.
             self._claimed = _traced_once(lambda *own: claimed(*own, beside))
         return self._claimed(found, gradient, iteration)
 
 
 def _traced_once(function: Callable[..., Any]) -> Any:
-    """Prevents inlining; TensorFlow would compile every call."""
+    """Traces without inlining, which would compile every call separately."""
     options = {"experimental_attributes": {"_noinline": True}}
     return traced(function, reduce_retracing=True, **options)
 
@@ -324,7 +323,7 @@ def _traced_once(function: Callable[..., Any]) -> Any:
 def requested_keys(
     ids: Found | Sequence[tf.Tensor], counts: tf.Tensor
 ) -> Found:
-    """Joins the keys of growing shards, whose numbers are `counts`."""
+    """Joins the keys of growing shards; `counts` has the number for each."""
     if isinstance(ids, Found):
         return ids
     return Found(tf.concat(ids, axis=0), places_of(counts, len(ids)))
@@ -335,7 +334,7 @@ def rows_at(
     ids: Sequence[tf.Tensor],
     counts: tf.Tensor,
 ) -> tuple[tf.Tensor, Found | Sequence[tf.Tensor]]:
-    """Reads rows by number or, if shards grow, by key; also for the update."""
+    """Reads rows by number or key; returns them and what updates need."""
     if isinstance(shards, GrowingShards):
         found = shards.rows(requested_keys(ids, counts))
         return found.rows, found
@@ -348,9 +347,9 @@ def serialized_updates(
     update: Callable[[], None],
     after: Sequence[tf.Tensor],
 ) -> None:
-    """Runs a server's update; for tables that evict, exclusively.
+    """Runs a server's update; updates of tables that evict exclude each other.
 
-    Otherwise an id could lose its slot before its gradient is applied.
+    Otherwise an id might lose its slot before its gradient is applied.
     """
     found = filter(None, map(growing_of, shards))
     if any(growing.table.evict_after_steps for growing in found):
@@ -360,5 +359,5 @@ def serialized_updates(
 
 
 def growing_of(shard: keras.Variable) -> Growing | None:
-    """The `Growing` of a shard; None if all of its rows exist."""
+    """Returns the `Growing` of a shard; None for an ordinary table."""
     return getattr(shard, _GROWING, None)

@@ -1,12 +1,12 @@
-"""Finds and inserts ids in the slots of a growing table.
+"""The index of a growing table: finds and inserts the slots of ids.
 
-A table consists of segments of 4,096 slots, and a segment of buckets of 16. An
-id is mixed into a key. The key's upper bits choose a bucket, and thereby a
-segment; its lower bits choose a second bucket there. The key is in one of these
-two or nowhere, so its slot does not depend on how shards divide the segments.
+A table is divided into segments of 4,096 slots, and a segment into buckets of
+16. An id is hashed to a key. The upper bits of the key choose a bucket and thus
+its segment, the lower bits another bucket of that segment; the key can only be
+in these two. So the slot of an id does not depend on the shards.
 
-Finding takes no lock. Inserts take turns on each server, and publish a key when
-its row is ready. If keys can lose slots, readers check again (see `growing`).
+Finding takes no lock. Inserts exclude each other on a server, and publish a key
+when its row is ready. If a table evicts, readers recheck keys (see `growing`).
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ from tfdist.embeddings.places import Places
 
 BUCKET, SEGMENT = 16, 4096
 EMPTY = 0
-"""The key of an empty slot, which only `NO_ID` is mixed into."""
+"""The key of an empty slot, and of the id `NO_ID`."""
 NO_ID = tf.int64.min
 _BUCKETS = SEGMENT // BUCKET
-# The factors of MurmurHash3's finalizer, which is a bijection.
+# Factors of MurmurHash3's finalizer, which is a bijection.
 _FACTORS = 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53
 
 NO_ROOM, NOT_ADMITTED = -1, -2
-"""Returned instead of a slot: why a key has none."""
+"""Values in place of a slot: why a key has none."""
 MOST_ROWS = 1 << 35
-"""The limit of a table: buckets times 32 bits must fit into an int64."""
+"""Limit of a table: its buckets times 32 bits of a key must fit an int64."""
 OLDEST = 1 << 30
 """The greatest age of a slot."""
-_INSERTING = "tfdist_inserting"  # A server's mutex for all of its shards.
+_INSERTING = "tfdist_inserting"  # A server's mutex, for all its shards.
 
 Begin = Callable[[tf.Tensor, Places, tf.Tensor, tf.Tensor], list[Any]]
-"""Fills slots, given the slots, their places, the indices of the keys that get
-them, and the keys that lose them (`EMPTY` for none). Returns ops."""
+"""Initializes slots and returns ops. Takes slots, their places, the indices of
+the new keys, and the keys that the slots held before (or `EMPTY`)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Index:
-    """The keys of some shards; each shard numbers its own slots."""
+    """The keys in the slots of several shards; each numbers its own slots."""
 
-    keys: Sequence[keras.Variable]  # Per shard, int64 `(buckets, 16)`.
-    first_segments: Sequence[int]  # Per shard, within its table.
-    num_segments: Sequence[int]  # Per shard, of the whole table.
+    keys: Sequence[keras.Variable]  # Of each shard, int64 `(buckets, 16)`.
+    first_segments: Sequence[int]  # Each shard's first segment in its table.
+    num_segments: Sequence[int]  # Segments of each shard's whole table.
 
 
 def mixed(ids: tf.Tensor) -> tf.Tensor:
-    """Returns the key of each int64 id, a bijection (`NO_ID` to `EMPTY`).
+    """Returns the key of each int64 id, by a bijection (`NO_ID` to `EMPTY`).
 
     >>> mixed(tf.constant([NO_ID, 0, 1])).numpy().tolist()
     [0, -8108722261328812909, 7913832204677143650]
@@ -73,7 +73,7 @@ def unmixed(keys: np.ndarray) -> np.ndarray:
 
 
 def segments(keys: tf.Tensor, num_segments: Any) -> tf.Tensor:
-    """Returns each key's segment in its table, int64, by the upper 32 bits."""
+    """Returns each key's int64 segment in its table, by its upper 32 bits."""
     upper = tf.bitwise.right_shift(
         tf.bitcast(keys, tf.uint64), tf.constant(32, tf.uint64)
     )
@@ -84,14 +84,14 @@ def segments(keys: tf.Tensor, num_segments: Any) -> tf.Tensor:
 def own_segments(
     index: Index, keys: tf.Tensor, places: Places, parts: int = 1
 ) -> tf.Tensor:
-    """Returns each key's segment (or `1 / parts` of it) in its shard, int64."""
+    """Returns each key's segment, or part of a segment, in its shard; int64."""
     nums = [num * parts for num in index.num_segments]
     firsts = [first * parts for first in index.first_segments]
     return segments(keys, places.each(nums)) - places.each(firsts)
 
 
 def find(index: Index, wanted: tf.Tensor, places: Places) -> tf.Tensor:
-    """Returns the slot of each key in its shard, int64; -1 if it has none."""
+    """Returns the int64 slot of each key in its shard; -1 if it has none."""
     buckets = _buckets(index, wanted, places)
     return _found(index, wanted, buckets, places)
 
@@ -99,7 +99,7 @@ def find(index: Index, wanted: tf.Tensor, places: Places) -> tf.Tensor:
 def still_held(
     index: Index, wanted: tf.Tensor, slots: tf.Tensor, places: Places
 ) -> tf.Tensor:
-    """Returns `slots`, with -1 for those that hold another key by now."""
+    """Returns `slots`, with -1 where the slot no longer holds the key."""
     held = places.gather(index.keys, tf.maximum(slots, 0) // BUCKET)
     held = tf.gather(held, slots % BUCKET, batch_dims=1)
     return tf.where(tf.equal(held, wanted) & (slots >= 0), slots, -1)
@@ -113,19 +113,18 @@ def insert(
     admit: Callable[[tf.Tensor, Places], tf.Tensor] | None = None,
     age: Callable[[tf.Tensor, Places], tf.Tensor] | None = None,
 ) -> tf.Tensor:
-    """Finds keys after inserting the missing ones, if there is room.
+    """Finds slots as `find` does, and gives free ones to missing keys.
 
-    No other insertion runs on the same server at the same time.
+    Inserts on the same server exclude each other.
 
     Args:
         index: The keys of the shards.
-        wanted: Keys, unique within a shard.
-        places: The shards of the keys.
-        begin: Fills the new slots before their keys can be found.
-        admit: Returns whether missing keys may get a slot. Default: all may.
-        age: Returns the ages of slots, int32, at most `OLDEST`: in a full
-            bucket, a new key gets the oldest slot with an age above 0.
-            Default: no key loses its slot.
+        wanted: Keys to insert, unique in a shard.
+        places: The shard of each key.
+        begin: Initializes the slots of new keys before they can be found.
+        admit: Returns which missing keys may get a slot. Default: all.
+        age: Returns ages of slots, int32, at most `OLDEST`. A key whose buckets
+            are full takes their oldest slot above age 0. Default: none does.
 
     Returns:
         The slot of each key, `NO_ROOM` or `NOT_ADMITTED`.
@@ -140,7 +139,7 @@ def insert(
         if admit:
             new = tf.where(slots < 0)
             may = admit(tf.gather_nd(wanted, new), places.some(new[:, 0]))
-            # An admitted key is one more, `NO_ROOM`, until it has a slot.
+            # `NO_ROOM` for those admitted, until they get a slot.
             slots = tf.tensor_scatter_nd_update(
                 slots, new, NOT_ADMITTED + tf.cast(may, tf.int64)
             )
@@ -163,10 +162,10 @@ def _round(
     begin: Begin,
     age: Callable[[tf.Tensor, Places], tf.Tensor] | None,
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Gives each key a slot in the emptier of its two buckets.
+    """Gives slots to keys, in the emptier of the two buckets of each key.
 
-    A bucket gives one slot per round, so that later keys see what earlier ones
-    have left. Returns all slots, and whether any was given.
+    A bucket gives away one slot per round, so that later keys choose by the
+    room that is left. Returns all slots, and whether any were given.
     """
     missing = tf.where(slots == NO_ROOM)[:, 0]
     own, places = tf.gather(buckets, missing), places.some(missing)
@@ -175,7 +174,7 @@ def _round(
     worth = free * tf.reduce_sum(free, axis=2, keepdims=True)
     every = own[:, :, tf.newaxis] * BUCKET + tf.range(BUCKET, dtype=tf.int64)
     if age:
-        # Free slots come before the oldest ones.
+        # Any free slot is better than the oldest one.
         worth = tf.where(worth > 0, worth + (OLDEST + 1), age(every, places))
     held, every, worth = (
         tf.reshape(each, [-1, 2 * BUCKET]) for each in (held, every, worth)
@@ -183,7 +182,7 @@ def _round(
     best = tf.argmax(worth, axis=1)
     room = tf.where(tf.reduce_max(worth, axis=1) > 0)[:, 0]
     slot = tf.gather(every, best, batch_dims=1)
-    # The first of the keys that chose a bucket.
+    # Of the keys that chose the same bucket, the first one gets the slot.
     bucket = slot // BUCKET + places.each([i << 40 for i in range(places.num)])
     unique, which = tf.unique(tf.gather(bucket, room))
     first = tf.math.unsorted_segment_min(
@@ -195,7 +194,7 @@ def _round(
     at = tf.stack([slot // BUCKET, slot % BUCKET], axis=1)
     publish, ready = tf.raw_ops.ResourceScatterNdUpdate, []
     if age:
-        # Withdraw the old key before its row changes.
+        # No reader may find the old key once its row changes.
         none = tf.fill(tf.shape(slot), tf.constant(EMPTY, tf.int64))
         ready = places.scatter(publish, index.keys, at, none)
     lost = tf.gather(tf.gather(held, best, batch_dims=1), given)
@@ -212,7 +211,7 @@ def _round(
 def _found(
     index: Index, wanted: tf.Tensor, buckets: tf.Tensor, places: Places
 ) -> tf.Tensor:
-    # Per shard, since joining the contents of buckets would copy megabytes.
+    # Shard by shard: joining the contents of buckets would copy megabytes.
     wanted = wanted[:, tf.newaxis, tf.newaxis]
     hits = places.read(_hits, index.keys, buckets, wanted)
     # The position of the only hit, from 1. A matrix product is the fastest way.
@@ -230,7 +229,7 @@ def _hits(keys: Any, buckets: tf.Tensor, wanted: tf.Tensor) -> tf.Tensor:
 def _buckets(index: Index, keys: tf.Tensor, places: Places) -> tf.Tensor:
     """Returns the two buckets of each key in its shard; int64 `(n, 2)`."""
     first = own_segments(index, keys, places, _BUCKETS)
-    # Odd, so that the second bucket is a different one in the same segment.
+    # Odd, so the second bucket is a different one of the same segment.
     bits = tf.bitwise.bitwise_and(keys, tf.constant(_BUCKETS - 1, tf.int64))
     bits = tf.bitwise.bitwise_or(bits, tf.constant(1, tf.int64))
     return tf.stack([first, tf.bitwise.bitwise_xor(first, bits)], axis=1)

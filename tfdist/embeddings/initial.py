@@ -1,7 +1,7 @@
-"""Initial values of rows.
+"""Initial values of embedding rows.
 
-In a growing table, the initial row is a function of the id's key alone, so a
-worker knows the row of an id without a slot, and a server can create it later.
+In a growing table they depend on the id's key and a salt only. So a worker can
+compute the row of an id without a slot, and a server can create it at any time.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from tfdist.embeddings.index import mixed
 
 Drawn = Callable[[tf.Tensor, tf.Tensor | int], tf.Tensor]
 
-# SplitMix64's distance between the consecutive numbers of a row.
+# SplitMix64's increment, here between the inputs for the numbers of a row.
 _STEP = 0x9E3779B97F4A7C15
-_BITS = 24  # The resolution of a float32 between 0 and 1.
-# Also TF1's initializers, which feature columns use.
+_BITS = 24  # The precision of a float32.
+# Including TF1's initializers, which feature columns use.
 _v1 = tf.compat.v1.initializers
 _CONSTANT = initializers.Constant, _v1.constant, tf.constant_initializer
 _SCALING = initializers.VarianceScaling, _v1.variance_scaling
@@ -29,15 +29,16 @@ _KNOWN = "constant (zeros, ones), uniform or normal, its seed a number"
 
 
 def first_rows(initializer: Any, dim: int) -> Drawn:
-    """Returns a function of int64 keys `(n,)` and a salt: rows `(n, dim)`.
+    """Returns a function from int64 keys `(n,)` and a salt to initial rows.
 
     Args:
-        initializer: A Keras initializer. Its seed is part of the salt, which
-            is one number for all keys or one per key.
-        dim: The length of a row.
+        initializer: A Keras initializer, whose seed is part of the salt (one
+            for all keys or one for each).
+        dim: Length of a row. Rows are float32 `(n, dim)`.
 
     Raises:
-        ValueError: it is not constant, uniform or normal with an integer seed.
+        ValueError: if it is not constant, uniform or normal, or if its seed is
+            neither an int nor None.
 
     >>> rows = first_rows(initializers.RandomUniform(-1, 1), 2)
     >>> first, again = rows(tf.constant([5, 5], tf.int64), 0).numpy()
@@ -62,7 +63,7 @@ def first_rows(initializer: Any, dim: int) -> Drawn:
     steps = [_STEP * i % (1 << 64) for i in range(1, dim + 1)]
 
     def drawn(keys: tf.Tensor, salt: tf.Tensor | int) -> tf.Tensor:
-        """Draws uniformly between 0 and 1, both excluded."""
+        """Draws uniformly from the open interval (0, 1)."""
         apart = tf.constant(np.array(steps, np.uint64).view(np.int64))
         keys = (keys + salt)[:, tf.newaxis]
         bits = tf.bitcast(mixed(keys + apart), tf.uint64)
@@ -77,9 +78,9 @@ def first_rows(initializer: Any, dim: int) -> Drawn:
 
 
 def salt(initializer: Any, name: str) -> int:
-    """Returns an int64 that makes the tables of a model start differently.
+    """Returns an int64 that makes the initial rows of each table different.
 
-    A seed of None counts as 0, so that a resumed job creates the same rows.
+    A seed of None counts as 0, so a resumed job computes the same rows.
     """
     seed = initializer.get_config().get("seed") or 0
     number = (zlib.crc32(name.encode()) + (seed << 32)) % (1 << 64)
@@ -93,15 +94,14 @@ def shard_rows(
     shape: Sequence[int],
     dtype: Any = None,
 ) -> tf.Tensor:
-    """Returns the initial rows of a shard of a `PartitionedEmbedding`.
+    """Returns the initial rows of a shard of an ordinary table.
 
     Args:
         initializer: The initializer of the table.
-        table_shape: The number of rows of the table, and their length.
-        runs: The first row and the size of each run that the shard holds.
-        shape: The shape of the shard. ValueError if the initializer returns
-            another one.
-        dtype: The dtype of the rows.
+        table_shape: Number and length of the table's rows.
+        runs: The first row and the size of each run in the shard.
+        shape: Shape of the shard; ValueError if the initializer's differs.
+        dtype: Dtype of the rows.
 
     >>> matrix = initializers.Constant(np.arange(8).reshape(4, 2))
     >>> shard_rows(matrix, (4, 2), [(1, 2)], (2, 2), "int32").numpy().tolist()
@@ -116,8 +116,8 @@ def shard_rows(
     if tuple(rows.shape) != tuple(shape):
         raise ValueError(
             f"An initializer has returned rows of shape {tuple(rows.shape)} "
-            f"for the shape {tuple(shape)} of a shard. To begin with a matrix, "
-            "give the layer `keras.initializers.Constant(matrix)`."
+            f"for the shape {tuple(shape)} of a shard. To start from a matrix, "
+            "use `keras.initializers.Constant(matrix)`."
         )
     if isinstance(initializer, _SCALING):
         (num, dim), total = shape, table_shape[0]

@@ -1,6 +1,6 @@
-"""Embedding tables split along rows over the parameter servers.
+"""A Keras layer whose embedding table is sharded over the parameter servers.
 
-The Keras layer for TF1's `tf.get_variable(..., partitioner=...)` with
+It replaces TF1's `tf.get_variable(..., partitioner=...)` with
 `tf.nn.embedding_lookup(..., partition_strategy=...)`.
 """
 
@@ -25,23 +25,23 @@ from tfdist.placement.partitioners import (
     row_slices,
 )
 
-# An attribute of a shard, since a checkpoint saves all shards as one variable:
-# the end of its path, and the first row and size of each run of rows it holds.
+# Attribute of a shard, from which checkpoints save all shards as one variable:
+# the suffix of its path, and the first row and size of each run of rows in it.
 _SHARD = "_tfdist_shard"
 _COMBINERS = (None, "sum", "mean", "sqrtn")
 _STRATEGIES = ("balanced", "div")
-# Up to these values, floats represent all integers exactly.
+# Each float type represents all integers up to this one exactly.
 _EXACT = dict(bfloat16=2**8, float16=2**11, float32=2**24, float64=2**53)
 
 
 @keras.saving.register_keras_serializable(package="tfdist")
 class PartitionedEmbedding(keras.layers.Layer):
-    """An embedding layer whose table is split into shards.
+    """Looks up rows of an embedding table that is split into shards.
 
     Each shard is an ordinary variable on one parameter server. A step gathers
-    each row that it needs once, on the server that holds it; only these rows
-    are transferred. Without a cluster, the layer computes the same values.
-    Checkpoints, Keras files and exports hold the table as one tensor.
+    each row it needs once, on its server, and transfers only these rows.
+    Without a cluster, the layer computes the same values locally. Checkpoints,
+    Keras files and exports store the table as one tensor.
 
     >>> layer = PartitionedEmbedding(10, 4, num_shards=3)
     >>> layer(tf.constant([[1, 9], [1, 0]])).shape
@@ -49,64 +49,63 @@ class PartitionedEmbedding(keras.layers.Layer):
     >>> [shard.shape[0] for shard in layer.shards]
     [4, 3, 3]
 
-    A model may call the layer several times, in `call`, losses and metrics,
-    with ids that depend on the batch and on `keras.random`. Ids that depend on
-    variables or on looked-up rows, and lookups inside a `tf.cond`, a loop or a
-    `tf.function`, are refused when training starts.
+    A model may look up the table several times, in `call`, losses and metrics.
+    Ids may depend on the batch and on `keras.random`. When training starts, ids
+    that depend on variables or on embedding rows raise an error, as do lookups
+    inside a `tf.cond`, a loop or a `tf.function`.
 
     Differs from `keras.layers.Embedding`: ids are dense, ragged or sparse; a
     `combiner` reduces the ids of an example to one row; an id out of range is
-    an error on every device; the regularizer and the constraint are applied to
-    the rows of the batch.
+    an error on every device; regularizer and constraint see the batch's rows.
 
     Args:
-        input_dim: The number of rows of the table.
-        output_dim: The length of a row.
-        num_shards: The number of shards. Default: that of `partitioner`, or 1.
-            A server holds a second copy of a shard while initializing or
-            restoring it, so a shard should have at most about 64 MB.
-        partitioner: A partitioner of `tfdist.placement`; excludes `num_shards`.
-        combiner: `"sum"`, `"mean"` or `"sqrtn"` (the sum over the root of the
-            sum of squared weights) over the last axis of ids. Default: none;
-            sparse ids need one. An example without ids gets zeros.
+        input_dim: Number of rows of the table.
+        output_dim: Length of a row.
+        num_shards: Number of shards. Default: that of `partitioner`, else 1.
+            A server holds a second copy of a shard while it initializes or
+            restores the shard, so keep each shard below about 64 MB.
+        partitioner: A `tfdist.placement` partitioner; excludes `num_shards`.
+        combiner: `"sum"`, `"mean"` or `"sqrtn"` (the sum divided by the root of
+            the sum of squared weights) over the last axis of ids. Default:
+            None; sparse ids need one. An example without ids gets zeros.
         embeddings_initializer: Keras initializer, applied to each shard on
-            the server that holds it. A random initializer draws other values
+            the server that holds it. A random initializer draws differently
             for each shard, so initial values depend on `num_shards`. With
-            `keras.initializers.Constant(matrix)`, such as the rows of a trained
-            model, each shard takes its own rows. Initializers that scale the
-            variance use the shape of the table, as in TF1.
-        name: The name of the layer.
-        partition_strategy: The assignment of rows to shards. Default:
-            `"balanced"`: if ids are sorted by frequency, as in vocabularies,
-            each shard gets the same share of the frequent ones. `"div"`, as in
-            TF1: consecutive rows. Checkpoints are interchangeable.
+            `keras.initializers.Constant(matrix)`, such as pretrained rows, each
+            shard takes its own rows. An initializer that scales the variance
+            uses the shape of the whole table, as in TF1.
+        name: Name of the layer.
+        partition_strategy: Which rows a shard holds. The default, `"balanced"`,
+            gives each shard an equal share of the frequent ids if ids are
+            sorted by frequency, as in vocabularies. TF1's `"div"` gives it
+            consecutive rows. Each can restore checkpoints of the other.
         embeddings_regularizer: Keras regularizer. Each call adds the loss of
-            the rows that it looks up, counting each row once; if replicas
-            share a batch in training, once for the whole batch. (If workers on
-            parameter servers share a step, the loss is the mean of theirs, so
-            it is smaller for rows that some of them do not look up.)
-        embeddings_constraint: Keras constraint on single rows (`axis=1`),
-            applied to the rows that a step has updated.
-        mask_zero: Whether id 0 is padding, which a `combiner` ignores and later
-            layers mask.
-        **kwargs: Arguments of every Keras layer.
+            the rows it looks up (of the whole batch if replicas share it in
+            training), each row once. Workers that share a step on ps average
+            this loss, so a row that only some of them look up counts less.
+        embeddings_constraint: Keras constraint that treats each row separately
+            (`axis=1`). Each step applies it to the rows it has updated.
+        mask_zero: Whether id 0 is padding, which a `combiner` leaves out and
+            which is masked for later layers.
+        **kwargs: Arguments of `keras.layers.Layer`.
 
     Call arguments:
         ids: Integers `(batch, ...)`: a tensor, a `tf.RaggedTensor` or a
-            `tf.SparseTensor`. Also floats, as from a `keras.Sequential` without
-            an input, if they represent all ids (float32: up to 16,777,216).
-        weights: Floats of the same form as `ids`, for a combiner. Default: 1.
+            `tf.SparseTensor`. Floats, as from a `keras.Sequential` without
+            input, are accepted if they represent every id of the table exactly:
+            float32 up to 16,777,216 rows.
+        weights: Floats for a combiner, of the form of `ids`. Default: ones.
 
     Returns:
         `ids.shape + (output_dim,)`; a combiner removes the last axis of `ids`.
 
     Raises:
-        ValueError: a size is not positive, more shards than rows, an unknown
-            combiner or strategy, a partitioner that splits an axis other than
-            0, a constraint across rows; at the call, without a combiner:
-            sparse ids, weights, or ragged ids with `mask_zero`.
-        TypeError: at the call: ids of another dtype.
-        tf.errors.InvalidArgumentError: at run time: an id that is negative, not
+        ValueError: if a size is not positive, there are more shards than rows,
+            the combiner or strategy is unknown, the partitioner splits an axis
+            other than 0, or the constraint combines rows; at the call, without
+            a combiner: for sparse ids, weights, or ragged ids with `mask_zero`.
+        TypeError: at the call, if ids have an unsupported dtype.
+        tf.errors.InvalidArgumentError: at run time, if an id is negative, not
             less than `input_dim`, or not a whole number.
     """
 
@@ -171,11 +170,11 @@ class PartitionedEmbedding(keras.layers.Layer):
                 f"{embeddings_constraint!r} with axis={axis}."
             )
         self.mask_zero = self.supports_masking = mask_zero
-        self.autocast = False  # Ids are not cast.
+        self.autocast = False  # Keras would cast float ids.
         self.shards: list[keras.Variable] = []
 
     def build(self, *input_shapes: Any) -> None:
-        """Creates the shards, unless the model has built the layer already."""
+        """Creates the shards, if an earlier call has not built them."""
         if self.built:
             return
         for i, (_, num_rows) in enumerate(self.slices):
@@ -192,16 +191,16 @@ class PartitionedEmbedding(keras.layers.Layer):
 
     @property
     def pieces(self) -> list[keras.Variable]:
-        """The variables that hold the table."""
+        """All variables that make up the table."""
         return self.shards
 
     def _runs_of(self, shard: int) -> list[tuple[int, int]]:
-        """Returns the first row and the size of each run of rows of a shard."""
+        """The first row and the size of each run of rows of a shard."""
         return [(r.row, r.size) for r in self.runs if r.shard == shard]
 
     def _initializer_of(self, shard: int) -> Callable[..., tf.Tensor]:
-        """Returns a shard's initializer. (TF1's shards had equal values.)"""
-        # Keras draws the seed at construction; each shard needs its own.
+        """Returns a shard's initializer; in TF1, all drew the same values."""
+        # Keras sets the seed at construction; each shard needs its own.
         initializer = self.embeddings_initializer
         seed = getattr(initializer, "seed", None)
         if isinstance(seed, int):
@@ -212,13 +211,13 @@ class PartitionedEmbedding(keras.layers.Layer):
         return functools.partial(shard_rows, initializer, whole, runs)
 
     def get_weights(self) -> list[np.ndarray]:
-        """Returns the table as one array in the order of ids."""
+        """Returns the table as a list of one array, in the order of ids."""
         shards = [shard.numpy() for shard in self.shards]
         pieces = [shards[i][at : at + size] for _, size, i, at in self.runs]
         return [np.concatenate(pieces)]
 
     def set_weights(self, weights: Sequence[Any]) -> None:
-        """Sets the rows from one array of shape `(input_dim, output_dim)`."""
+        """Sets the table from a list of one `(input_dim, output_dim)` array."""
         if not self.shards:
             raise ValueError(f"Layer {self.name!r} has no weights: build it.")
         wanted = [(self.input_dim, self.output_dim)]
@@ -231,14 +230,14 @@ class PartitionedEmbedding(keras.layers.Layer):
             shard.assign(own_rows(shard, weights[0]))
 
     def save_own_variables(self, store: dict[str, Any]) -> None:
-        """Writes the table to a Keras file, whatever the number of shards."""
+        """Writes the table to a Keras file, independently of its shards."""
         for i, array in enumerate(self.get_weights()):
             store[str(i)] = array
 
     def load_own_variables(self, store: Mapping[str, Any]) -> None:
-        """Reads the whole table, or the shards written by earlier versions."""
+        """Reads the table, or the "div" shards that earlier versions wrote."""
         if not len(store):
-            why = "one of another class of layer: give it to `set_weights`"
+            why = "of another layer class: pass its array to `set_weights`"
             raise ValueError(f"The saved table of {self.path!r} is {why}.")
         shards = [store[str(i)] for i in range(len(store))]
         self.set_weights([np.concatenate(shards)])
@@ -278,7 +277,7 @@ class PartitionedEmbedding(keras.layers.Layer):
         weights: tf.Tensor | None,
         total: Callable[[tf.Tensor], tf.Tensor],
     ) -> tf.Tensor:
-        """Combines the rows of each example by `total`; zeros for none."""
+        """Combines rows by `total`, the sum over an example; zeros if empty."""
         if weights is None:
             weights = tf.ones_like(ids, rows.dtype)
         weights = tf.cast(weights, rows.dtype)[..., tf.newaxis]
@@ -292,7 +291,7 @@ class PartitionedEmbedding(keras.layers.Layer):
         return tf.math.divide_no_nan(combined, norm)
 
     def compute_mask(self, ids: Any, previous_mask: Any = None) -> Any:
-        """Masks padding, unless a combiner reduces the rows."""
+        """Returns which ids are not padding; None if rows are combined."""
         if not self.mask_zero or self.combiner is not None:
             return None
         return keras.ops.not_equal(ids, 0)
@@ -300,7 +299,7 @@ class PartitionedEmbedding(keras.layers.Layer):
     def compute_output_spec(
         self, ids: Any, weights: Any = None
     ) -> keras.KerasTensor:
-        """Returns shape and dtype of the result for a symbolic input."""
+        """Returns the shape and dtype of the result for a symbolic input."""
         self._check_dtype(ids.dtype)
         shape = ids.shape if self.combiner is None else ids.shape[:-1]
         return keras.KerasTensor(
@@ -322,7 +321,7 @@ class PartitionedEmbedding(keras.layers.Layer):
                 once = tf.math.unsorted_segment_mean(rows, which, num)
             once = tf.cast(once, self.variable_dtype)
             loss = self.embeddings_regularizer(once)
-            self.add_loss(tf.cast(loss, keras.config.floatx()))  # Like Keras.
+            self.add_loss(tf.cast(loss, keras.config.floatx()))  # As in Keras.
         return tf.cast(rows, self.compute_dtype)
 
     def _as_ids(self, flat: tf.Tensor) -> tf.Tensor:
@@ -343,7 +342,7 @@ class PartitionedEmbedding(keras.layers.Layer):
         )
 
     def _dealt(self, flat: tf.Tensor) -> tf.Tensor:
-        """Returns positions of rows in the concatenation of all shards."""
+        """Maps ids to row numbers in the concatenation of the shards."""
         if len(self.runs) == self.num_shards:
             return flat
         starts = np.array([run.row for run in self.runs], np.int64)
@@ -358,10 +357,10 @@ class PartitionedEmbedding(keras.layers.Layer):
         message = f"{wanted} Received: {dtype}"
         if dtype in _EXACT:
             message += (
-                f", which tells none apart beyond {_EXACT[dtype]}. That is "
-                "what `keras.Input` is by default, and the input of a "
-                "`keras.Sequential` that has none: give it "
-                "`keras.Input(shape, dtype='int64')`"
+                ", which cannot represent all integers above "
+                f"{_EXACT[dtype]}. It is the default of `keras.Input`, and of "
+                "a `keras.Sequential` without an input layer: start the model "
+                "with `keras.Input(shape, dtype='int64')`"
             )
         raise TypeError(f"{message}.")
 
@@ -370,7 +369,7 @@ class PartitionedEmbedding(keras.layers.Layer):
         return tf.as_dtype(dtype).is_integer or exact
 
     def checked(self, flat: tf.Tensor) -> tf.Tensor:
-        """Returns `flat`; raises an error if an id is not in the table."""
+        """Returns `flat`, after a check that every id is in the table."""
         # Without ids, these are the greatest and the least int64.
         least, greatest = tf.reduce_min(flat), tf.reduce_max(flat)
         inside = (least >= 0) & (greatest < self.input_dim)
@@ -390,15 +389,15 @@ class PartitionedEmbedding(keras.layers.Layer):
 def mark_shard(
     variable: keras.Variable, part: str, runs: Sequence[tuple[int, int]]
 ) -> None:
-    """Lets checkpoints save a variable as some rows of a whole table.
+    """Marks a variable as a shard, for checkpoints to save the whole variable.
 
-    The variable's name is that of the table plus `part`.
+    The path of the shard is that of the whole variable followed by `part`.
     """
     setattr(variable, _SHARD, (part, runs))
 
 
 def shard_of(variable: keras.Variable) -> str | None:
-    """Returns the path of the table that `variable` is a shard of, or None."""
+    """Returns the path of a shard's whole variable; None if it is no shard."""
     part, _ = getattr(variable, _SHARD, (None, None))
     return None if part is None else variable.path.removesuffix(part)
 
@@ -409,7 +408,7 @@ def runs_of(variable: keras.Variable) -> list[tuple[int, int]]:
 
 
 def own_rows(variable: keras.Variable, table: Any) -> Any:
-    """Returns the rows of `table` that `variable` holds, possibly all."""
+    """Returns the rows of `table` that `variable` holds; all if unsharded."""
     if not hasattr(variable, _SHARD):
         return table
     runs = runs_of(variable)
@@ -417,7 +416,7 @@ def own_rows(variable: keras.Variable, table: Any) -> Any:
 
 
 def logical_path(variable: keras.Variable) -> str:
-    """Returns the path of `variable`, or of the table it is a shard of."""
+    """Returns the path of `variable`, or of the whole variable of a shard."""
     return shard_of(variable) or variable.path
 
 
@@ -428,7 +427,7 @@ def copy_shard(variable: keras.Variable, slot: keras.Variable) -> None:
 
 
 def _reshaped(rows: tf.Tensor, ids: tf.Tensor, dim: int) -> tf.Tensor:
-    """Reshapes rows like `ids`; dynamic only where the shape is not static."""
+    """Reshapes rows to the shape of `ids`, statically where possible."""
     if ids.shape.rank == 1:
         return rows
     if ids.shape.rank and all(ids.shape[1:]):

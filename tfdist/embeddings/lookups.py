@@ -1,4 +1,4 @@
-"""Providers of rows for the lookups of a step while it is traced.
+"""Providers that answer the lookups of tables while a step is traced.
 
 A step first collects the ids of all lookups (`Collector`; see `forward.py`),
 then answers them with rows (`Answers`). Outside a step, tables read their rows.
@@ -15,17 +15,17 @@ import tensorflow as tf
 
 
 def stand_in(shape: Any, dtype: Any, static: Any = None) -> tf.Tensor:
-    """Returns zeros that TensorFlow does not treat as a constant."""
+    """Returns zeros that TensorFlow does not fold as a constant."""
     return tf.compat.v1.placeholder_with_default(
         tf.zeros(shape, dtype), shape if static is None else static
     )
 
 
 def checked(value: tf.Tensor, condition: tf.Tensor, *told: Any) -> tf.Tensor:
-    """Returns `value`, or fails in a step with the message `told`.
+    """Returns `value`, or fails with InvalidArgumentError when a step runs.
 
-    Avoid quotes in it, which TensorFlow would escape. (`tf.debugging.Assert`
-    would trace two functions for each lookup.)
+    `told` is the message, without quotes, which TensorFlow would escape.
+    (`tf.debugging.Assert` would trace two functions for each lookup.)
     """
     check = tf.raw_ops.Assert(condition=condition, data=told)
     with tf.control_dependencies([check]):
@@ -33,9 +33,9 @@ def checked(value: tf.Tensor, condition: tf.Tensor, *told: Any) -> tf.Tensor:
 
 
 def checked_weights(weights: Any, ids: Any, combiner: str | None) -> Any:
-    """Returns the weights of ids if each id has one.
+    """Returns `weights`, after a check that there is one for each id.
 
-    Otherwise raises ValueError, or InvalidArgumentError in a step.
+    Raises ValueError, or InvalidArgumentError when a step runs.
     """
     if combiner is None:
         raise ValueError("Argument `weights` needs a `combiner`.")
@@ -66,9 +66,9 @@ def _check_places(of_ids: tf.Tensor, of_weights: tf.Tensor) -> None:
 
 
 def examples_of(ids: tf.RaggedTensor | tf.SparseTensor) -> tuple[Any, Any]:
-    """Returns the number of each id's example, and the number of examples.
+    """Returns the example number of each id, and the number of examples.
 
-    An example is a slice along the last axis. Ragged ids have two axes.
+    An example holds the ids along the last axis. Ragged ids have two axes.
     """
     if isinstance(ids, tf.RaggedTensor):
         return ids.value_rowids(), ids.nrows()
@@ -79,7 +79,7 @@ def examples_of(ids: tf.RaggedTensor | tf.SparseTensor) -> tuple[Any, Any]:
 
 
 def by_example(rows: tf.Tensor, ids: tf.SparseTensor) -> tf.Tensor:
-    """Reshapes the rows `(n, dim)` of examples like the examples of `ids`."""
+    """Reshapes rows `(n, dim)` of examples to the leading axes of `ids`."""
     dim = rows.shape[-1:]
     rows = tf.reshape(rows, tf.concat([ids.dense_shape[:-1], dim], 0))
     rows.set_shape(ids.shape[:-1].concatenate(dim))
@@ -87,12 +87,12 @@ def by_example(rows: tf.Tensor, ids: tf.SparseTensor) -> tf.Tensor:
 
 
 class Zeros:
-    """Answers each lookup with zeros, if the values do not matter."""
+    """Answers each lookup with zeros, where the values do not matter."""
 
     def rows(
         self, table: Any, ids: tf.Tensor, of_all: bool = False
     ) -> tf.Tensor:
-        """Returns zeros `(n, dim)` for the int64 ids `(n,)`."""
+        """Returns zeros in place of the rows `(n, dim)` of int64 ids `(n,)`."""
         return stand_in(
             [tf.size(ids), table.output_dim],
             table.compute_dtype,
@@ -101,19 +101,19 @@ class Zeros:
 
 
 class Collector(Zeros):
-    """Like `Zeros`, in one graph; records the ids of each lookup."""
+    """Answers with zeros, and records lookups; all must be in its graph."""
 
     def __init__(self) -> None:
         self._graph = tf.compat.v1.get_default_graph()
-        # Table and ids of each lookup, and whether they are of all replicas.
+        # Table and ids of each lookup; whether it wants all replicas' ids.
         self.calls: list[tuple[Any, tf.Tensor]] = []
         self.of_all: list[bool] = []
-        self.answers: list[str] = []  # Names of the ops that create zeros.
+        self.answers: list[str] = []  # Names of the ops of the zeros.
 
     def rows(
         self, table: Any, ids: tf.Tensor, of_all: bool = False
     ) -> tf.Tensor:
-        """Like `Zeros.rows`; records the lookup."""
+        """Returns zeros; see `Zeros.rows`."""
         if tf.compat.v1.get_default_graph() is not self._graph:
             raise ValueError(
                 f"Table {table.path!r} is looked up inside a condition, a "
@@ -133,7 +133,7 @@ class Collector(Zeros):
 class Answers:
     """Answers lookups in the order in which they were collected.
 
-    Takes the table of each, and its rows `(n, dim)` or a function for them.
+    Takes each table, and its rows `(n, dim)` or a function that returns them.
     """
 
     def __init__(
@@ -155,20 +155,20 @@ class Answers:
         return tf.cast(rows, table.compute_dtype)
 
     def check_all_given(self) -> None:
-        """Raises `ValueError` if a lookup was not repeated."""
+        """Raises `ValueError` if a collected lookup was not repeated."""
         if self._left:
             raise _differs("none", self._left[0][0])
 
 
 class Provider(Protocol):
-    """The interface of objects that answer lookups for the tables."""
+    """Answers lookups in place of the tables."""
 
     def rows(
         self, table: Any, ids: tf.Tensor, of_all: bool = False
     ) -> tf.Tensor:
         """Returns the rows `(n, dim)` of the int64 ids `(n,)`.
 
-        If `of_all`, each row that any replica looks up here, once.
+        If `of_all`, returns the rows of the ids of all replicas, each once.
         """
 
 
@@ -178,13 +178,13 @@ _provider: contextvars.ContextVar[Provider | None] = contextvars.ContextVar(
 
 
 def current() -> Provider | None:
-    """The row provider of the step or export that is being traced, if any."""
+    """Returns the provider of the step or export being traced, if any."""
     return _provider.get()
 
 
 @contextlib.contextmanager
 def answered_by(provider: Provider) -> Iterator[None]:
-    """Lets `provider` answer the lookups in this context."""
+    """Makes lookups inside the context get their rows from `provider`."""
     token = _provider.set(provider)
     try:
         yield
@@ -196,8 +196,8 @@ def _differs(found: str, expected: Any) -> ValueError:
     return ValueError(
         "The model must look up the same tables in the same order each time "
         f"it is called. Table: {found}, the first time: "
-        f"{expected.path if expected is not None else 'none'}. Does it keep "
-        "what it looked up, count its calls, or recompute it (`keras.remat`)?"
+        f"{expected.path if expected is not None else 'none'}. Does it cache "
+        "rows, count its calls, or recompute lookups (`keras.remat`)?"
     )
 
 

@@ -1,7 +1,7 @@
-"""Finds the rows and shards that a step needs.
+"""Finds the rows that a step needs from each shard.
 
-Duplicates are removed for all tables of the same width together, so the work of
-a step is independent of the number of tables. Each row is transferred once.
+Duplicate ids are removed for all tables of one width together, so the work per
+step does not depend on the number of tables, and each row is transferred once.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from tfdist.embeddings.places import counted, repeated
 
 
 class Group:
-    """Tables of one width and optimizer, whose rows are numbered consecutively.
+    """Tables of one width and optimizer, whose rows have consecutive numbers.
 
-    `part` is the index of the optimizer; None: the tables are frozen. Shards
-    are sorted by server, so that a server's rows are adjacent in every tensor.
+    `part` is the index of the optimizer; None for frozen tables. Shards are
+    ranked by server, so the rows of a server are contiguous in every tensor.
     """
 
     def __init__(
@@ -49,26 +49,26 @@ class Group:
         devices = [device_of(shard) for shard in shards]
         ranked = sorted(range(len(shards)), key=lambda i: (devices[i], i))
         starts, holders, shifts = np.array(runs, np.int64).T
-        # For each run of rows: the first row, the rank of the shard, and the
-        # difference between the rows' numbers in the group and in the shard.
+        # For each run of rows: the first row, the rank of the shard, and how
+        # much to subtract from row numbers to get those in the shard.
         self._starts, self._shifts = starts, shifts
         self._rank = np.argsort(ranked).astype(np.int32)[holders]
         self.shards = [shards[i] for i in ranked]
         self.num_shards = collections.Counter(sorted(devices))
 
     def holds(self, table: Any) -> bool:
-        """Whether `table` belongs to the group."""
+        """Returns whether `table` belongs to the group."""
         return id(table) in self._offsets
 
     def route(self, calls: Sequence[tuple[Any, tf.Tensor]]) -> Route:
-        """Finds each unique row once, and the shard that holds it."""
+        """Finds the unique rows of lookups, and the shards that hold them."""
         return self.routed(self._numbered(calls))
 
     def routed(self, ids: tf.Tensor) -> Route:
-        """Like `route`, for ids that are numbered within the group."""
+        """Finds rows as `route` does, for ids numbered across the group."""
         unique, inverse = self._unique(ids)
         row = self._row_of(unique)
-        # The first run starts at 0. (`tf.searchsorted` needs a dozen more ops.)
+        # The first run starts at 0. (`tf.searchsorted` adds a dozen ops.)
         run = tf.raw_ops.UpperBound(
             sorted_inputs=self._starts[np.newaxis, 1:],
             values=tf.reshape(row, [1, -1]),
@@ -96,15 +96,15 @@ class Group:
         return tf.unique(ids)
 
     def _row_of(self, unique: tf.Tensor) -> tf.Tensor:
-        """Returns a row of the group, in the run of each id."""
+        """Returns a row of the group that is in the same run as each id."""
         return unique
 
     def _local(self, unique: tf.Tensor, run: tf.Tensor) -> tf.Tensor:
-        """Returns the number of each id in the shard that holds the run."""
+        """Returns what identifies each id in the shard that holds the run."""
         return unique - tf.gather(self._shifts, run)
 
     def _numbered(self, calls: Sequence[tuple[Any, tf.Tensor]]) -> tf.Tensor:
-        """Returns all ids, checked, as numbers within the group."""
+        """Returns all ids, numbered across the group, after a range check."""
         ids, which = _together(calls)
         limit = _each([table.input_dim for table, _ in calls], which)
         inside = (ids >= 0) & (ids < limit)
@@ -113,17 +113,17 @@ class Group:
             where = "must be at least 0 and below", tf.gather(limit, bad)
             return [*where, "Received:", tf.gather(ids, bad)]
 
-        # An id out of range is a row of the next table, so it must never pass.
+        # An id out of range would be a row of another table.
         offsets = [self._offsets[id(table)] for table, _ in calls]
         with tf.control_dependencies([_check(inside, calls, which, refused)]):
             return ids + _each(offsets, which)
 
 
 class KeyedGroup(Group):
-    """`DynamicEmbedding`s, whose shards find rows by keys of ids.
+    """A group of `DynamicEmbedding`s, whose shards find rows by key.
 
-    With several tables, ids within the group are `(n, 2)`: the number of the
-    table and the key. With a single table, they are the keys.
+    Numbered across a group of several tables, ids have shape `(n, 2)`: the
+    index of the table and the key. For a single table they are the keys.
     """
 
     def _unique(self, ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -156,7 +156,7 @@ class KeyedGroup(Group):
 
 
 def _together(calls: Sequence[tuple[Any, tf.Tensor]]) -> tuple[tf.Tensor, Any]:
-    """Returns all ids, and the call of each (an array if it is static)."""
+    """Joins all ids; also returns each one's call (an array if static)."""
     repeats = stacked([lookups.length(ids) for _, ids in calls])
     is_known = isinstance(repeats, list)
     numbers = np.arange(len(calls))
@@ -165,7 +165,7 @@ def _together(calls: Sequence[tuple[Any, tf.Tensor]]) -> tuple[tf.Tensor, Any]:
 
 
 def _each(values: Sequence[int], which: Any) -> Any:
-    """Returns each id's value of its call, int64; an array if static."""
+    """Returns the int64 value of each id's call; an array if it is static."""
     each = np.array(values, np.int64)
     is_known = isinstance(which, np.ndarray)
     return each[which] if is_known else tf.gather(each, which)
@@ -177,8 +177,8 @@ def _check(
     which: Any,
     told: Callable[[tf.Tensor], Sequence[Any]],
 ) -> tf.Operation:
-    """Fails if an id is not `inside`; `told` describes the first one."""
-    # Empty if all are inside: fewer ops than `tf.cond`, and no functions.
+    """Fails if an id is not `inside`; `told` describes the first such id."""
+    # Empty if all ids are inside: fewer ops than a `tf.cond`, no functions.
     bad = tf.where(~inside)[:1, 0]
     paths = [table.path for table, _ in calls]
     first = tf.gather(which, bad)
@@ -188,22 +188,22 @@ def _check(
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """The location of the rows of a group that a step needs."""
+    """The locations of the rows that a step needs from a group."""
 
-    # For each server, int64: rows in its shards, shard by shard.
+    # For each server, int64: the row numbers or keys in each shard, in turn.
     ids: dict[str, tf.Tensor]
-    counts: dict[str, tf.Tensor]  # For each server, int32: per shard.
-    sizes: tf.Tensor  # The number of rows of each server.
-    # For each looked-up id, its row among those of all servers.
+    counts: dict[str, tf.Tensor]  # For each server, int32: rows of each shard.
+    sizes: tf.Tensor  # The number of rows on each server.
+    # For each id that was looked up, the index of its row in `rows`.
     positions: tf.Tensor
-    rows: tf.Tensor  # These rows, numbered in the group; int64 `(n,)`.
+    rows: tf.Tensor  # Unique rows by server, int64, numbered across the group.
 
     def size_at(self, device: str) -> tf.Tensor:
-        """Returns the number of rows on a server."""
+        """Returns the number of rows from a server."""
         return self.sizes[list(self.ids).index(device)]
 
 
 def stacked(lengths: Sequence[Any]) -> Any:
-    """Returns a list of ints unchanged, and others as one tensor."""
+    """Returns a list of ints unchanged; stacks anything else to a tensor."""
     static = all(isinstance(length, int) for length in lengths)
     return list(lengths) if static else tf.stack(lengths)

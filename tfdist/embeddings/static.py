@@ -1,4 +1,4 @@
-"""Growing tables in a SavedModel: only the ids in use and their rows."""
+"""Growing tables in a SavedModel, which keeps only the rows in use."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from tfdist.embeddings.index import EMPTY, NO_ID, mixed
 class StaticTables:
     """Answers lookups of growing tables from copies of their rows in use.
 
-    For `lookups.answered_by`; keep it until the SavedModel is written.
-    `variables` are those of a model; the `replaced` ones, given by `id`, are
-    no longer read.
+    For `lookups.answered_by`. Must stay alive until the SavedModel is written.
+    `replaced` has the `id()` of each model variable that the copies replace.
     """
 
     def __init__(self, variables: Iterable[keras.Variable]) -> None:
@@ -32,7 +31,7 @@ class StaticTables:
     def rows(
         self, table: Any, ids: tf.Tensor, of_all: bool = False
     ) -> tf.Tensor:
-        """Returns the rows `(n, dim)` of ids `(n,)`, as the table does."""
+        """Returns the rows `(n, dim)` of ids `(n,)`, as the table would."""
         if id(table) not in self._copies:
             return table._read(ids)
         held, rows = self._copies[id(table)]
@@ -50,17 +49,17 @@ class StaticTables:
 
 
 def _copied(table: Any) -> tuple[tf.Variable, tf.Variable]:
-    """Returns sorted keys in use (and `EMPTY`, so there is one), and rows."""
+    """Returns the keys in use and `EMPTY`, sorted, and their rows."""
     growing = filter(None, map(growing_of, table.shards))
     held = [each.keys.numpy().ravel() for each in growing]
     slots = [np.flatnonzero(each) for each in held]
     in_use = (e[own] for e, own in zip(held, slots, strict=True))
-    keys = np.concatenate([[EMPTY], *in_use])
+    keys = np.concatenate([[EMPTY], *in_use])  # At least one key.
     order = np.argsort(keys)
     place = np.argsort(order)[1:]
     dtype = tf.as_dtype(table.variable_dtype).as_numpy_dtype
     rows = np.zeros([len(keys), table.output_dim], dtype)
-    # One shard at a time: a table may be as large as the memory.
+    # One shard at a time, since a whole table may be as large as the memory.
     for shard, own in zip(table.shards, slots, strict=True):
         where, place = np.split(place, [len(own)])
         rows[where] = tf.gather(shard.value, own).numpy()
