@@ -49,7 +49,7 @@ def _workload(model: str, measured: bool, fields: dict[str, Any]) -> Workload:
             raise ValueError("Give --model, or --dense_bytes and no --measure.")
         return Workload(**fields)
     if measured and "compute_secs" in fields:
-        raise ValueError("--measure sets --compute_secs: pass only one of them.")
+        raise ValueError("--measure sets --compute_secs: pass only one.")
     model_fn = load_function("model", model)
     step = Workload.of(model_fn, batch_size)
     if measured:
