@@ -351,7 +351,7 @@ def test_other_parameter_servers_are_refused(tmp_path, caplog):
         return tfdist.Trainable(Ahead(step), step, variables={}, min_ps=2)
 
     for checkpoint_dir, why in (
-        (None, "The job has no checkpoints to go on from."),
+        (None, "The job has no checkpoint to resume from."),
         (str(tmp_path / "model"), "Your own `placement` has variables on ps:1"),
     ):
         size = ClusterSize(Cluster.from_jobs(jobs, "chief", 0), str(tmp_path))

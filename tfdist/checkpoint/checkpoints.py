@@ -431,7 +431,7 @@ def restore(
     if others:
         _log.warning(
             "Other variables were trained when %s was saved. The weights are "
-            "restored; the optimizer begins anew, as after `compile`.",
+            "restored; the optimizer starts over, as after `compile`.",
             path,
         )
     return not others

@@ -141,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="TABLE=ROWS",
         help="of a DynamicEmbedding, by its name; of several: again",
     )
-    add("--output", required=True, help="model_dir of a job that goes on")
+    add("--output", required=True, help="model_dir of the job that continues")
     args = parser.parse_args(argv)
     path = args.checkpoint
     try:

@@ -199,7 +199,7 @@ class Evaluator:
         self.result = result
         self.evaluated = os.path.join(self._model_dir, result["checkpoint"][0])
         _log.info(
-            "Evaluations go on after that of %s. If metrics or data have "
+            "Evaluations continue after that of %s. If metrics or data have "
             "changed since, delete %s and start again.",
             self.evaluated,
             self._result_path,

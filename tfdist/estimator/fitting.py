@@ -36,7 +36,7 @@ _INSTEAD = {
     **dict.fromkeys(("x", "y"), "give `train=(x, y)`"),
     **dict.fromkeys(("class_weight", "sample_weight"), _WEIGHTS),
     "verbose": "`log_step_count_steps` says how often progress is shown",
-    "initial_epoch": "a job goes on where the one in its `model_dir` ended",
+    "initial_epoch": "a job resumes where the one in its `model_dir` ended",
     "validation_split": "split the arrays, and give `validation_data`",
     "validation_freq": "`save_checkpoints_steps` says how often, in steps",
     "validation_batch_size": "give a function that makes a dataset",
@@ -220,13 +220,13 @@ def _check_known(config: dict[str, Any]) -> None:
     for name in config:
         if name in _INSTEAD:
             raise TypeError(
-                f"Argument `{name}` of Keras' fit is none of tfdist's: "
+                f"Argument `{name}` of Keras' fit is not one of tfdist's: "
                 f"{_INSTEAD[name]}."
             )
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             meant = f" Did you mean `{near[0]}`?" if near else ""
             raise TypeError(
-                f"Argument `{name}` is none of tfdist.fit's, nor of "
+                f"Argument `{name}` is neither one of tfdist.fit, nor of "
                 f"RunConfig's.{meant}"
             )

@@ -108,7 +108,7 @@ class WarmStartHook(SessionRunHook):
         """Assigns the weights, unless the session was restored."""
         if session.restored_from is not None:
             _log.info(
-                "No warm start from %s: the job goes on from %s.",
+                "No warm start from %s: the job resumes from %s.",
                 self._settings.ckpt_to_initialize_from,
                 session.restored_from,
             )

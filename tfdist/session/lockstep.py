@@ -96,7 +96,7 @@ class Lockstep:
                 if self.cluster.address in command["regroup"]:
                     self.sigterm.leave()
                     restart_process("The group begins again")
-                _log.info("The job goes on without this process.")
+                _log.info("The job continues without this process.")
                 self._left = True
                 return None
             elif what in command:

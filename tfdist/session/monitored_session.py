@@ -374,7 +374,7 @@ class MonitoredTrainingSession(RecoverableSession):
 
     def _check_restart(self, size: ClusterSize) -> None:
         if not self._saver:
-            raise ValueError("The job has no checkpoints to go on from.")
+            raise ValueError("The job has no checkpoint to resume from.")
         if self._in_sync:
             self._loop.check_resize(len(size.asked.addresses()))
         elif size.wanted_ps < self._trainable.min_ps:

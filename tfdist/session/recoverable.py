@@ -278,7 +278,7 @@ class RecoverableSession:
         saving, self._saving = self._saving, []
         ended = all(each.wait(_WRITE_SECS) for each in saving)
         if not ended:
-            _log.warning("A checkpoint has not been written: it is given up.")
+            _log.warning("A checkpoint was not written in time: it is given up.")
         return ended
 
     def _end_threads(self) -> None:
@@ -340,7 +340,7 @@ class RecoverableSession:
                 restart_process(f"The cluster is now {cluster.shape}")
         probing.wait_until_up(cluster, secs, give_up)
         if self._ending and not self._ending.has_ended():
-            restart_process("The loop of before has not ended")
+            restart_process("The previous loop has not ended")
         self._ending = None
         again = self._connected if self._keeps else None
         self._connected = strategies.parameter_server_strategy(
