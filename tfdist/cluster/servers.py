@@ -167,7 +167,9 @@ def _serve_until_done(
             restart(f"{_MOST_CONNECTIONS} connections of a chief")
         if tf.io.gfile.exists(_LET_GO):
             time.sleep(_LET_GO_SECS)
-            _log.info("Task %s ends: the job continues without it.", cluster.task)
+            _log.info(
+                "Task %s ends: the job continues without it.", cluster.task
+            )
             return
         time.sleep(_POLL_SECS)
     _log.info("Task %s ends: the chief is done.", cluster.task)

@@ -278,7 +278,7 @@ class RecoverableSession:
         saving, self._saving = self._saving, []
         ended = all(each.wait(_WRITE_SECS) for each in saving)
         if not ended:
-            _log.warning("A checkpoint was not written in time: it is given up.")
+            _log.warning("A checkpoint takes too long: it is given up.")
         return ended
 
     def _end_threads(self) -> None:
