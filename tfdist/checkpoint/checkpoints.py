@@ -384,7 +384,7 @@ def restore(
             value of an optimizer is restored.
 
     Returns:
-        Whether the values of optimizers, if any, were restored.
+        False if the values of optimizers were left out, otherwise True.
 
     Raises:
         ValueError: the variables differ; the message lists the differences.

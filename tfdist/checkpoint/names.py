@@ -51,7 +51,7 @@ def named_variables(
 
     Raises:
         ValueError: two variables have the same name, or one has that of the
-            step counter; a table in shards is of float16.
+            step counter; a table in shards is of float16 or unsigned integers.
     """
     make_paths_unique(model)
     grouped: dict[str, list[keras.Variable]] = collections.defaultdict(list)
