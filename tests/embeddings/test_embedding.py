@@ -405,7 +405,7 @@ def test_floats_that_would_mix_ids_up(dtype):
     largest = PartitionedEmbedding(EXACT[dtype], 1)
     assert largest(keras.Input([3], dtype=dtype)).shape == (None, 3, 1)
     assert tf.cast(EXACT[dtype], dtype) == tf.cast(EXACT[dtype] + 1, dtype)
-    message = rf"Received: {dtype}, .* beyond {EXACT[dtype]}\. .*dtype='int64'"
+    message = rf"Received: {dtype}, .* above {EXACT[dtype]}\. .*dtype='int64'"
     with pytest.raises(TypeError, match=message):
         PartitionedEmbedding(EXACT[dtype] + 1, 1)(keras.Input([3], dtype=dtype))
 

@@ -688,7 +688,7 @@ def test_wrong_types(tmp_path, position):
 
 
 def test_a_misspelled_argument_of_fit():
-    with pytest.raises(TypeError, match=r"`epoch` is none.*mean `epochs`\?"):
+    with pytest.raises(TypeError, match=r"`epoch` is neither.*mean `epochs`\?"):
         tfdist.fit(model_fn, examples(8), epoch=3)
     with pytest.raises(TypeError, match=r"`model_directory`.*`model_dir`\?"):
         tfdist.fit(model_fn, examples(8), model_directory="job")

@@ -302,7 +302,11 @@ def test_simulate():
             ValueError,
             "known only if its shape is",
         ),
-        ({"variables": specs((1,), dtype="string")}, ValueError, "strings"),
+        (
+            {"variables": specs((1,), dtype="string")},
+            ValueError,
+            "dtype is not string",
+        ),
     ],
 )
 def test_bad_arguments(arguments, error, match):

@@ -1,10 +1,10 @@
 """Embedding tables sharded over parameter servers, of fixed size or growing.
 
-Reading order: `layer` (the Keras layer), `lookups` (which rows a step reads),
-`routing` (which server holds them); then, for growing tables, `dynamic` (the
-layer), `growing` (its shards), `index` (the slot of each id), `places` (shards
-searched together), `admission` (which ids get a slot), `initial` (initial
-rows), `filling` (many ids at once), `static` (SavedModels).
+Read in this order: `layer` (the Keras layer), `lookups` (which rows a step
+reads), `routing` (which server holds them); then, for growing tables, `dynamic`
+(the layer), `growing` (its shards), `index` (the slot of each id), `places`
+(shards searched together), `admission` (which ids get a slot), `initial`
+(initial rows), `filling` (many ids at once), `static` (SavedModels).
 """
 
 import lazy_loader

@@ -227,6 +227,6 @@ def _check_known(config: dict[str, Any]) -> None:
             near = difflib.get_close_matches(name, known, 1)
             meant = f" Did you mean `{near[0]}`?" if near else ""
             raise TypeError(
-                f"Argument `{name}` is neither one of tfdist.fit, nor of "
-                f"RunConfig's.{meant}"
+                f"Argument `{name}` is neither one of tfdist.fit nor of "
+                f"RunConfig.{meant}"
             )
