@@ -693,7 +693,7 @@ def test_a_misspelled_argument_of_fit():
     with pytest.raises(TypeError, match=r"`model_directory`.*`model_dir`\?"):
         tfdist.fit(model_fn, examples(8), model_directory="job")
     for name in "zzz", "config":
-        with pytest.raises(TypeError, match=rf"`{name}` .* RunConfig's\."):
+        with pytest.raises(TypeError, match=rf"`{name}` .* RunConfig\."):
             tfdist.fit(model_fn, examples(8), **{name: 1})
 
 
