@@ -44,12 +44,12 @@ def chief_hooks(
         )
     directory = config.summary_dir or config.model_dir
     every = config.log_step_count_steps
+    on_ps = config.strategy_name == "ps"
     hooks: list[SessionRunHook] = [_LogStart(max_steps), NanTensorHook(None)]
     if every is not None:
         counter = summary_hooks.StepCounterHook(
             every, output_dir=directory, at_first_step=False, log=False
         )
-        on_ps = config.strategy_name == "ps"
         progress = ProgressHook(every, max_steps=max_steps, coordinates=on_ps)
         hooks += [counter, progress]
     if summary_steps := config.save_summary_steps:
@@ -57,7 +57,7 @@ def chief_hooks(
             summary_steps, output_dir=directory, at_first_step=False
         )
         hooks.append(summaries)
-    if config.strategy_name == "ps":
+    if on_ps:
         hooks.append(UnreadDataHook(input_fn))
         if every is not None:
             hooks.append(summary_hooks.StalenessHook(directory, every))

@@ -88,7 +88,9 @@ _event_file = functools.lru_cache(maxsize=32)(EventFile)
 
 def event_file(directory: str | os.PathLike[str]) -> EventFile:
     """Returns the file all hooks share; TensorBoard follows only the newest."""
-    return _event_file(os.fspath(directory).rstrip("/") or "/")
+    return _event_file(
+        storage.absolute(os.fspath(directory)).rstrip("/") or "/"
+    )
 
 
 def _value(

@@ -142,11 +142,12 @@ def progress_line(
         parts[0] += f" of {max_steps} ({100 * step // max_steps:3d} %)"
     digits = 0 if steps_per_sec >= 10 else 2
     parts.append(f"{steps_per_sec:4.{digits}f} steps/s")
-    shares = {"input": (input_share, 0.01), "chief": (chief_share, 0.5)}
-    large = {k: share for k, (share, least) in shares.items() if share >= least}
+    shares = ("input", input_share, 0.01), ("chief", chief_share, 0.5)
+    large = [
+        f"{name} {100 * s:.0f} %" for name, s, least in shares if s >= least
+    ]
     if large:
-        told = [f"{name} {100 * share:.0f} %" for name, share in large.items()]
-        parts[-1] += f" ({', '.join(told)})"
+        parts[-1] += f" ({', '.join(large)})"
     parts += [f"{name} {value:.4f}" for name, value in logs.items()]
     if max_steps and steps_per_sec and with_time_left:
         minutes, seconds = divmod(round((max_steps - step) / steps_per_sec), 60)
