@@ -68,6 +68,15 @@ def one_batch(context=None):
     return tf.data.Dataset.from_tensors(examples(16)).repeat()
 
 
+def finite(context):
+    return one_batch().take(23)
+
+
+def unknown(context):
+    """Data whose number of batches nobody knows before they are read."""
+    return finite(context).filter(lambda x, y: True)
+
+
 def own_label(context):
     """Every label is the index of the worker that reads it."""
     label = tf.cast(context.input_pipeline_id, tf.float32)
@@ -104,11 +113,14 @@ def check(strategy):
         else shares.loop.run(200)["accuracy"]
     )
 
-    finite = Job(strategy, lambda context: one_batch().take(5))
-    try:
-        finite.loop.run(1000)
-    except EndOfInput:
-        report["steps_of_finite_input"] = finite.counters()
+    for name in ("finite", "unknown"):
+        ending = Job(strategy, globals()[name])
+        try:
+            ending.loop.run(1000)
+        except EndOfInput:
+            report[f"steps_of_{name}_input"] = ending.counters()
+        sizes = [sorted(state.warm) for state in ending.loop._states]
+        report[f"sizes_of_{name}_input"] = sizes
 
     placed = Job(strategy, one_batch, placement=lambda spec: 1)
     report["all_on_one"] = sorted(set(placed.devices().values()))

@@ -92,11 +92,11 @@ def test_each_worker_reads_its_own_data(report):
     assert 0 < report["share_of_worker_1"] < 1
 
 
-def test_end_of_input(report):
-    global_step, iterations = report["steps_of_finite_input"]
-    assert 1 <= global_step <= 10
-    # The step of the other worker is cancelled, maybe between two counters.
-    assert abs(iterations - global_step) <= 1
+@pytest.mark.parametrize("length", ["finite", "unknown"])
+def test_end_of_input_is_exact(report, length):
+    assert report[f"steps_of_{length}_input"] == [2 * 23] * 2
+    # Four steps a dispatch, until fewer batches remain.
+    assert report[f"sizes_of_{length}_input"] == [[1, 4], [1, 4]]
 
 
 def test_a_placement_is_obeyed(report):

@@ -189,5 +189,3 @@ def test_the_chief_names_the_worker_that_waits_for_its_input(tmp_path):
         said = cluster.output("chief:0")
     assert_nothing_left(cluster)
     assert "input of worker:0" not in said
-    # Its data end, so that more would be lost in the last dispatch.
-    assert said.count("One step is dispatched at a time instead of 2") == 1

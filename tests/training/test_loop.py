@@ -13,7 +13,11 @@ from small_models import batches, local_loop, logistic
 
 from tfdist._tf import private, private_workers
 from tfdist._tf.private_keras import nadam_product
-from tfdist.training.coordinated_loop import CoordinatedLoop, _Dispatch
+from tfdist.training.coordinated_loop import (
+    CoordinatedLoop,
+    _Dispatch,
+    _WorkerState,
+)
 from tfdist.training.loop import (
     EndOfInput,
     automatic_steps_per_dispatch,
@@ -94,10 +98,12 @@ def test_bad_steps_per_dispatch(steps_per_dispatch):
 
 
 @pytest.mark.parametrize("num_variables", [0, 1, 50, 51, 500, 10_000])
-def test_automatic_steps_per_dispatch(num_variables):
-    steps = automatic_steps_per_dispatch(num_variables)
-    assert 1 <= steps <= 10
-    assert steps == 1 or steps * num_variables <= 500
+@pytest.mark.parametrize(("num_workers", "times"), [(1, 1), (15, 1), (90, 11)])
+def test_automatic_steps_per_dispatch(num_variables, num_workers, times):
+    steps = automatic_steps_per_dispatch(num_variables, num_workers)
+    assert 1 <= steps <= min(10 * times, 50)
+    assert steps == 1 or steps * num_variables <= 500 * times
+    assert 100 % steps == 0
 
 
 @pytest.mark.parametrize(
@@ -292,10 +298,10 @@ def test_reads_every_batch_once_in_order():
 def test_a_new_worker_begins_with_single_steps(monkeypatch):
     """Their function is compiled there in a tenth of the time."""
     loop, ran = CoordinatedLoop.__new__(CoordinatedLoop), []
-    loop._bound = None
+    loop._bound, loop._is_counted = None, False
+    loop._workers = SimpleNamespace(coordinator=None, num_workers=1)
     loop._begin()
     loop._generations = SimpleNamespace(current=3)
-    loop._workers = SimpleNamespace(coordinator=None)
 
     def traced(size):
         def run(iterator, first_step, generation):
@@ -313,26 +319,59 @@ def test_a_new_worker_begins_with_single_steps(monkeypatch):
     assert ran == [*((1, 8 + i, 3) for i in range(4)), (4, 12, 3)]
     late = _Dispatch(16, size=4, generation=2)
     loop._run_on_worker(late, None)
-    assert late.packed is None
+    assert not late.done
     assert len(ran) == 5
+
+
+def test_a_pass_that_is_shorter_than_it_was_leaves_steps_uncertain(monkeypatch):
+    """Only `global_step` knows how many steps of a dispatch were applied."""
+    loop = CoordinatedLoop.__new__(CoordinatedLoop)
+    loop._bound, loop._is_counted = None, True
+    loop._workers = SimpleNamespace(coordinator=None, num_workers=1)
+    loop._begin()
+    loop._generations = SimpleNamespace(current=0)
+    left = [3, 2]  # Batches, as known to the chief.
+
+    def traced(iterator, first_step, generation):
+        if not left:
+            raise tf.errors.OutOfRangeError(None, None, "end")
+        return tf.constant([1.0, 2.0, left.pop(0)])
+
+    loop._traced = {1: traced, 4: traced}
+    monkeypatch.setattr(private, "current_worker", lambda: 0)
+    begun = _Dispatch(0, size=4, generation=0)
+    loop._run_on_worker(begun, None)  # As single steps.
+    assert (begun.done, begun.packed.tolist()) == (2, [2.0, 4.0])
+    assert not begun.is_lost
+    assert loop._all_exhausted()
+    loop._states[0].remaining = 4
+    begun = _Dispatch(2, size=4, generation=0)
+    loop._states[0].is_exhausted = False
+    loop._run_on_worker(begun, None)
+    assert (begun.done, begun.is_lost) == (0, True)
 
 
 def test_a_worker_that_left_is_new_when_it_comes_back(monkeypatch, caplog):
     loop = CoordinatedLoop.__new__(CoordinatedLoop)
     loop._bound, loop._iterator = StalenessBound(12), None
-    loop._begin()
     loop._largest, loop._traced, loop._is_dealt = 16, {}, False
     loop._asked, loop._read_ahead = False, 1
     loop._workers = SimpleNamespace(
         coordinator=None, num_workers=3, resize=lambda cluster: None
     )
+    loop._begin()
     free = contextlib.nullcontext(True)
     monkeypatch.setattr(private_workers, "locked_workers", lambda _: free)
-    loop._warm |= {worker: {1} for worker in range(3)}
-    loop._exhausted.add(2)
+    for state in loop._states:
+        state.warm.add(1)
+    loop._states[2].is_exhausted = True
     assert loop.resize(SimpleNamespace(num_workers=2))
-    assert loop._warm.keys() == {0, 1}
-    assert loop._exhausted == set()
+    assert [state.warm for state in loop._states] == [{1}, {1}]
+    loop._workers.num_workers = 2
+    assert loop.resize(SimpleNamespace(num_workers=3))
+    assert loop._states[2] == _WorkerState()
+    loop._workers.num_workers = 3
+    assert loop.resize(SimpleNamespace(num_workers=2))
     # A dispatch ends while the other worker's one ends and another begins.
     assert loop._full == 6
     assert not caplog.records

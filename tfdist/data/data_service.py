@@ -83,8 +83,10 @@ def one_pass(
     Call it in the training input function, with batches of all the data, not of
     a shard; the last batch of each data worker may be smaller. The order is
     random. For several epochs repeat the argument or the result: an epoch
-    starts once the last batch of the previous one was handed out. As with all
-    finite data, a parameter-server job dispatches its steps one by one.
+    starts once the last batch of the previous one was handed out. A
+    parameter-server job dispatches steps one by one: to dispatch more
+    (`RunConfig.steps_per_dispatch`), each worker keeps as many batches in
+    memory, which are lost with the worker.
 
     Like `tf.data.experimental.service.distribute` with dynamic sharding, but
     for a job that survives failures (see the top of this module).
@@ -119,7 +121,7 @@ def one_pass(
             "the input function gets as its argument. Received: "
             f"context={context!r}."
         )
-    read_by_all(context)
+    read_by_all(context, each_once=True)
     cluster = current_cluster() if cluster is None else cluster
     alone = not cluster.is_distributed and cluster.dispatcher is None
     if alone or cluster.role == "evaluator":

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfdist._tf import private
@@ -131,6 +132,46 @@ def of_a_worker(
         raise ValueError(f"The input function {_MADE_OUTSIDE}")
     private.copy_tables(traced)
     return traced, contexts[-1]
+
+
+def counted(
+    input_fn: InputFn, num_batches: int, is_asked: bool = True
+) -> Callable[[tf.distribute.InputContext], tf.data.Dataset]:
+    """Wraps an input function to tell with each batch how many will follow.
+
+    Where the number of all batches is not known, `num_batches` are read ahead
+    and kept in memory, unless they would be lost with a worker (`one_pass`)
+    and `is_asked` is False; if none is read ahead, none is certain to follow.
+
+    >>> data = tf.data.Dataset.range(4)
+    >>> pairs = counted(lambda _: data, 2)(None)
+    >>> [remaining for _, remaining in pairs.as_numpy_iterator()]
+    [3, 2, 1, 0]
+    >>> pairs = counted(lambda _: data.filter(lambda _: True), 2)(None)
+    >>> [remaining for _, remaining in pairs.as_numpy_iterator()]
+    [2, 2, 1, 0]
+    """
+
+    def call(context: tf.distribute.InputContext) -> tf.data.Dataset:
+        dataset, datasets = input_fn(context), tf.data.Dataset
+        lost = getattr(context, "each_once", False) and not is_asked
+        if num_batches and not lost:
+            numbered = datasets.zip((dataset, datasets.range(tf.int64.max)))
+            windows = numbered.window(num_batches + 1, shift=1)
+            return windows.flat_map(first_of_window)
+        last = dataset.cardinality() - 1  # Negative if it is not known.
+        zeros = datasets.from_tensors(np.int64(0)).repeat()
+        numbers = datasets.range(last, -1, -1).concatenate(zeros)
+        return datasets.zip((dataset, numbers))
+
+    @tf.autograph.experimental.do_not_convert
+    def first_of_window(
+        batches: Any, numbers: tf.data.Dataset
+    ) -> tf.data.Dataset:
+        remaining = tf.data.Dataset.from_tensors(numbers.cardinality() - 1)
+        return tf.data.Dataset.zip((batches, remaining))
+
+    return call
 
 
 def _of_tensors(dataset: tf.data.Dataset, input_fn: InputFn) -> tf.data.Dataset:

@@ -27,10 +27,23 @@ _log = logging.getLogger(__name__)
 
 
 class TimedIterator:
-    """An iterator in a dispatch that records when each batch arrives."""
+    """An iterator in a dispatch that records when each batch arrives.
 
-    def __init__(self, iterator: Iterator, first_step: tf.Tensor) -> None:
-        self._iterator = iterator
+    Args:
+        iterator: Yields batches; pairs of `input_fns.counted` if `is_counted`.
+        first_step: The number of the dispatch's first step.
+        is_counted: Whether batches come with the number of those that remain.
+
+    Attributes:
+        remaining: After `get_next`, how many batches are certain to follow.
+    """
+
+    remaining: tf.Tensor
+
+    def __init__(
+        self, iterator: Iterator, first_step: tf.Tensor, is_counted: bool
+    ) -> None:
+        self._iterator, self._is_counted = iterator, is_counted
         self._start = now()
         self._there: list[tf.Tensor] = []
         self._first_step = first_step
@@ -40,6 +53,8 @@ class TimedIterator:
     def get_next(self) -> Any:
         """Returns the next batch."""
         batch = next(self._iterator)
+        if self._is_counted:
+            batch, self.remaining = batch
         self._parts = tf.nest.flatten(batch, expand_composites=True)
         with tf.control_dependencies(self._parts):
             self._there.append(now())

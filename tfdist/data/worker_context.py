@@ -25,6 +25,8 @@ class WorkerContext(tf.distribute.InputContext):
     Attributes:
         fixed_share: Whether only this worker ever reads its share of the data.
             False for readers that redistribute the examples in each pass.
+        each_once: Whether batches that a worker has got are lost with it, as
+            no other worker gets them.
         is_dealt: Whether the input function has read `num_input_pipelines`, so
             that its data depends on the number of workers.
     """
@@ -38,6 +40,7 @@ class WorkerContext(tf.distribute.InputContext):
         super().__init__(num_workers, worker, num_replicas_in_sync=1)
         self.first_pass = first_pass
         self.fixed_share = True
+        self.each_once = False
         self.is_dealt = False
 
     @property
@@ -103,7 +106,9 @@ def pass_numbers(context: tf.distribute.InputContext | None) -> tf.data.Dataset:
     return tf.data.Dataset.range(first, tf.int64.max)
 
 
-def read_by_all(context: tf.distribute.InputContext | None) -> None:
-    """Declares that a reader gives the shares of a worker to others later."""
+def read_by_all(
+    context: tf.distribute.InputContext | None, each_once: bool = False
+) -> None:
+    """Declares that a reader does not always give a worker the same share."""
     if isinstance(context, WorkerContext):
-        context.fixed_share = False
+        context.fixed_share, context.each_once = False, each_once

@@ -85,8 +85,9 @@ class RunConfig:
         log_step_count_steps: Steps between progress lines; None for none.
         steps_per_dispatch: Steps a worker runs per request. Default: the
             `steps_per_execution` of `compile`, if more than 1; else up to ten,
-            fewer for models with many variables, and one early in a job. On
-            parameter servers, finite datasets are read one step per request.
+            more from 16 workers on, fewer for models with many variables, and
+            one early in a job. On parameter servers, workers read as many
+            batches ahead of a dataset of unknown length, to know its end.
         backup_workers: Makes steps on parameter servers synchronous, like TF1's
             `SyncReplicasOptimizer`: each step averages over one batch from
             every worker except this many of the slowest (TF1's

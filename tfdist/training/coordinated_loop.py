@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tfdist._tf import private, private_workers
 from tfdist.cluster.spec import Cluster
-from tfdist.data.input_fns import InputFn, of_a_worker
+from tfdist.data.input_fns import InputFn, counted, of_a_worker
 from tfdist.data.input_wait import InputWatch, TimedIterator, awaited
 from tfdist.training import loop
 from tfdist.training.fence import Generations
@@ -47,8 +47,8 @@ class CoordinatedLoop(Loop):
     back: both begin another pass over the data (see `WorkerContext`).
 
     Training continues until the data of every worker has ended. A dispatch in
-    which data ends would lose its other steps, so data of finite or unknown
-    length runs one step per dispatch.
+    which data ends would lose its other steps, so a worker runs steps one by
+    one unless batches for all of a dispatch are certain to remain.
 
     Args:
         step: A `ModelStep` with `remote=True`.
@@ -93,21 +93,17 @@ class CoordinatedLoop(Loop):
             self.own_variables.append(step.staleness.counts)
         example = example or input_fn(tf.distribute.InputContext())
         self._largest, self._asked = loop.dispatch_size(
-            step.model, steps_per_dispatch
+            step.model, steps_per_dispatch, num_workers
         )
         self._bound: StalenessBound | None = None
         if max_staleness is not None:
             self._bound = StalenessBound(max_staleness)
         self._is_endless = example.cardinality() == tf.data.INFINITE_CARDINALITY
-        if not self._is_endless:
-            if self._asked and self._largest > 1:
-                _log.warning(
-                    "One step is dispatched at a time instead of %d: when a "
-                    "worker's data ends, a dispatch would lose its other "
-                    "steps. `dataset.repeat()` makes data endless.",
-                    self._largest,
-                )
-            self._largest = 1
+        self._is_counted = not self._is_endless and self._largest > 1
+        if self._is_counted:
+            known = example.cardinality() != tf.data.UNKNOWN_CARDINALITY
+            most = 0 if known else self._largest
+            input_fn = counted(input_fn, most, self._asked)
         self._read_ahead = read_ahead
         self._size_dispatches(num_workers)
         self._input_fn = input_fn
@@ -133,11 +129,9 @@ class CoordinatedLoop(Loop):
 
     def _begin(self) -> None:
         self._pending: list[_Dispatch] = []
-        self._exhausted: set[int] = set()  # Workers whose data has ended.
-        # For each worker, the sizes of the dispatches that it has run.
-        self._warm: dict[int, set[int]] = {}
-        # Workers that are running a dispatch of some size for the first time.
-        self._compiling: set[int] = set()
+        self._states = [
+            _WorkerState() for _ in range(self._workers.num_workers)
+        ]
         # Whether only `global_step` knows how many steps are applied: at the
         # start, as it may still be restored, and after a dispatch was lost.
         self._uncertain = True
@@ -190,10 +184,8 @@ class CoordinatedLoop(Loop):
                 self._iterator = kept
             before = self._workers.num_workers
             self._workers.resize(cluster)
-        for worker in range(number, before):  # They have left.
-            self._exhausted.discard(worker)
-            self._compiling.discard(worker)
-            self._warm.pop(worker, None)
+        del self._states[number:]
+        self._states += [_WorkerState() for _ in range(before, number)]
         self._dataset = None
         self._size_dispatches(number)
         if self._iterator is not None:
@@ -201,7 +193,8 @@ class CoordinatedLoop(Loop):
                 coordinator, self._iterator
             )
         elif self._traced:
-            self._exhausted.clear()
+            for state in self._states:
+                state.is_exhausted, state.remaining = False, 0
             self._iterator = self._read_data()
             if not self._is_endless:
                 _log.warning(
@@ -238,7 +231,7 @@ class CoordinatedLoop(Loop):
 
     def compiles(self) -> bool:
         """See `Loop.compiles`."""
-        return bool(self._compiling)
+        return any(state.compiles for state in self._states)
 
     def close(self) -> None:
         """See `Loop.close`."""
@@ -250,7 +243,7 @@ class CoordinatedLoop(Loop):
         return private.coordinator_has_ended(coordinator, _END_SECS)
 
     def _all_exhausted(self) -> bool:
-        return len(self._exhausted) >= self._workers.num_workers
+        return all(state.is_exhausted for state in self._states)
 
     def _schedule_up_to(self, limit: int, most: int) -> None:
         """Makes sure that the steps before `limit` are done or scheduled.
@@ -310,26 +303,27 @@ class CoordinatedLoop(Loop):
         generation = self._generations.current
         begun = _Dispatch(first_step, size, generation, worker=0)
         if size not in self._traced:
+            function = loop.dispatch(self._steps, size, self._is_counted)
             self._traced[size] = private.trace(
                 self._workers.coordinator,
-                tf.function(loop.dispatch(self._steps, size), autograph=False),
+                tf.function(function, autograph=False),
                 self._iterator,
-                *self._arguments(begun),
+                *self._arguments(begun, first_step),
             )
         begun.worker = None
         call = functools.partial(self._run_on_worker, begun)
         begun.future = self._workers.schedule(call, self._iterator)
         self._pending.append(begun)
 
-    def _arguments(self, begun: _Dispatch) -> list[Any]:
+    def _arguments(self, begun: _Dispatch, first_step: int) -> list[Any]:
         """The arguments of `_steps` after the iterator."""
         with tf.device(None):  # Not sent to the worker separately.
             generation = tf.constant(float(begun.generation))
-            return [tf.constant(begun.first_step, tf.int64), generation]
+            return [tf.constant(first_step, tf.int64), generation]
 
     def _takes_part(self, begun: _Dispatch, worker: int) -> bool:
         """Whether a worker should run a dispatch; called in its thread."""
-        if worker in self._exhausted:
+        if self._states[worker].is_exhausted:
             time.sleep(_PAUSE_SECS)
             return False
         return self._bound is None or self._bound.begin(begun, begun.size)
@@ -341,32 +335,30 @@ class CoordinatedLoop(Loop):
             return
         worker = private.current_worker()
         # Referenced here, because `_begin` replaces them after a failure.
-        exhausted, coordinator = self._exhausted, self._workers.coordinator
-        known, compiling = self._warm, self._compiling
+        state, coordinator = self._states[worker], self._workers.coordinator
         late = begun.generation != self._generations.current
         if late or not self._takes_part(begun, worker):
             return
         begun.since, begun.worker = time.monotonic(), worker
-        pieces, warm = [begun], known.setdefault(worker, set())
-        if not warm:
-            # Single steps take a tenth of the time to compile.
-            one = functools.partial(dataclasses.replace, begun, size=1)
-            steps = range(begun.first_step, begun.first_step + begun.size)
-            pieces = [one(first_step=step) for step in steps]
-        size = pieces[0].size
-        if size not in warm:
-            compiling.add(worker)
+        is_full = not self._is_counted or state.remaining >= begun.size
+        # Single steps take a tenth of the time to compile.
+        size = begun.size if is_full and state.warm else 1
+        end = begun.first_step + begun.size
+        state.compiles = size not in state.warm
         try:
-            packed = [
-                self._traced[size](iterator, *self._arguments(p)).numpy()
-                for p in pieces
-            ]
-            begun.packed = np.sum(packed, axis=0)
-            warm.add(size)
+            for step in range(begun.first_step, end, size):
+                args = self._arguments(begun, step)
+                packed = self._traced[size](iterator, *args).numpy()
+                if self._is_counted:
+                    packed, state.remaining = packed[:-1], packed[-1]
+                begun.done += size
+                begun.packed += packed
+                state.warm.add(size)
         except tf.errors.OutOfRangeError:
-            exhausted.add(worker)
+            state.is_exhausted = True
+            begun.is_lost = size > 1  # Another pass was shorter than expected.
         except tf.errors.OpError as error:
-            known.pop(worker, None)
+            state.warm, state.remaining = set(), 0
             self.on_failure()
             # A cancelled iterator reports its end from then on. TensorFlow may
             # consider the error transient.
@@ -375,7 +367,7 @@ class CoordinatedLoop(Loop):
         finally:
             if self._bound:
                 self._bound.end(begun)
-        compiling.discard(worker)
+        state.compiles = False
 
     def _collect(self, watch: Watch, target: float = math.inf) -> Any:
         """The states of a dispatch that has ended, or 0.0 if none has yet.
@@ -393,14 +385,16 @@ class CoordinatedLoop(Loop):
         if ended is None:
             return 0.0
         self._pending.remove(ended)
-        if ended.packed is not None:
-            self._applied += ended.size
-            return self._input_secs.without(ended.packed)
         if ended.is_lost:
             self._uncertain = True
-        elif not self._all_exhausted():
-            self._schedule(ended.first_step, ended.size)
-        return 0.0
+            return 0.0
+        self._applied += ended.done
+        if not self._all_exhausted():
+            size = 1 if ended.done else ended.size
+            end = ended.first_step + ended.size
+            for step in range(ended.first_step + ended.done, end, size):
+                self._schedule(step, size)
+        return self._input_secs.without(ended.packed) if ended.done else 0.0
 
     def _recount(self) -> None:
         """Finds out which steps were applied, once none is running any more.
@@ -424,6 +418,18 @@ class CoordinatedLoop(Loop):
         return found
 
 
+@dataclasses.dataclass
+class _WorkerState:
+    """What the chief knows of a worker."""
+
+    is_exhausted: bool = False  # Whether its data has ended.
+    remaining: float = 0  # Batches that are certain to follow, if counted.
+    # The sizes of the dispatches that it has run, and whether it is running one
+    # of another size.
+    warm: set[int] = dataclasses.field(default_factory=set)
+    compiles: bool = False
+
+
 @dataclasses.dataclass(eq=False)
 class _Dispatch:
     """Some steps that any free worker runs, at most once."""
@@ -434,7 +440,8 @@ class _Dispatch:
     future: concurrent.futures.Future = dataclasses.field(init=False)
     worker: int | None = None  # The worker that runs it; None until one does.
     since: float = math.inf  # When that worker began.
-    # Its result. None when it has ended: no step was applied, for example
-    # because the worker's data has ended, or the dispatch `is_lost`.
-    packed: np.ndarray | None = None
+    # The number and results of the steps that its worker has run. Not all, if
+    # the worker's data has ended, or the dispatch `is_lost`.
+    done: int = 0
+    packed: Any = 0.0
     is_lost: bool = False  # Its worker is gone; some steps may be applied.

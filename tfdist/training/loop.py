@@ -133,25 +133,37 @@ class Loop:
         return True
 
 
-def automatic_steps_per_dispatch(num_variables: int) -> int:
+def automatic_steps_per_dispatch(
+    num_variables: int, num_workers: int = 1
+) -> int:
     """The default number of steps per dispatch.
 
-    A dispatch costs the chief three milliseconds of CPU, whatever its size;
-    tracing time grows with the number of steps times that of variables.
+    A dispatch costs the chief three milliseconds of CPU, whatever its size, so
+    that more than eight workers get larger ones. Tracing time grows with the
+    number of steps times that of variables.
 
     >>> [automatic_steps_per_dispatch(n) for n in (1, 30, 100, 1000)]
     [10, 10, 5, 1]
+    >>> [automatic_steps_per_dispatch(n, 32) for n in (1, 30, 100, 1000)]
+    [20, 20, 20, 2]
     """
-    return int(np.clip(500 // max(num_variables, 1), 1, 10))
+    times = max(1, num_workers // 8)
+    most = min(500 * times // max(num_variables, 1), 10 * times)
+    # They divide the usual numbers of steps between checkpoints or log lines.
+    return max(size for size in (1, 2, 5, 10, 20, 50) if size <= max(most, 1))
 
 
-def dispatch_size(model: keras.Model, wanted: int | None) -> tuple[int, bool]:
+def dispatch_size(
+    model: keras.Model, wanted: int | None, num_workers: int = 1
+) -> tuple[int, bool]:
     """Steps per dispatch, and whether the user set them (also in `compile`)."""
     if wanted is None and model.steps_per_execution > 1:
         wanted = model.steps_per_execution
     if wanted is None:
-        num_variables = len(model.trainable_variables)
-        return automatic_steps_per_dispatch(num_variables), False
+        size = automatic_steps_per_dispatch(
+            len(model.trainable_variables), num_workers
+        )
+        return size, False
     check_positive("steps_per_dispatch", wanted)
     return wanted, True
 
@@ -171,19 +183,23 @@ def dispatch_sizes(num_steps: int, full: int, first_step: int = 0) -> list[int]:
 
 
 def dispatch(
-    steps: Callable[..., tf.Tensor], num_steps: int
+    steps: Callable[..., tf.Tensor], num_steps: int, is_counted: bool = False
 ) -> Callable[..., tf.Tensor]:
     """Returns the function to trace for a dispatch of `num_steps` steps.
 
     Its arguments are an iterator (or the batches), the first step's number, and
     the other arguments of `steps` (see `run_steps`). It appends the result of
-    `TimedIterator.seconds` to the packed metric states.
+    `TimedIterator.seconds` to the packed metric states; if batches are counted
+    (see `input_fns.counted`), also how many are certain to remain.
     """
 
     def run(source: Iterable, first_step: tf.Tensor, *args: Any) -> tf.Tensor:
-        timed = TimedIterator(iter(source), first_step)
+        timed = TimedIterator(iter(source), first_step, is_counted)
         packed = steps(num_steps, timed, first_step, *args)
-        return tf.concat([packed, timed.seconds(num_steps, packed)], 0)
+        parts = [packed, timed.seconds(num_steps, packed)]
+        if is_counted:
+            parts.append(tf.cast([timed.remaining], packed.dtype))
+        return tf.concat(parts, 0)
 
     return run
 

@@ -117,8 +117,11 @@ class SynchronousLoop(CoordinatedLoop):
             if not self._uncertain:
                 self._open()
             self._collect(watch)
-            workers = set(range(self._workers.num_workers))
-            able = self._found.keys() | (workers - self._exhausted)
+            able = [
+                worker
+                for worker, state in enumerate(self._states)
+                if worker in self._found or not state.is_exhausted
+            ]
             enough = max(1, len(able) - self._backup_workers)
             if not able or len(self._found) >= enough:
                 break
@@ -151,16 +154,16 @@ class SynchronousLoop(CoordinatedLoop):
             self._step, num_steps, iterator, first_step, fence, own
         )
 
-    def _arguments(self, begun: Any) -> list[Any]:
+    def _arguments(self, begun: Any, first_step: int) -> list[Any]:
         with tf.device(None):
             worker = tf.constant(begun.worker, tf.int64)
         own = self._accumulators.of_workers[begun.worker]
-        return [*super()._arguments(begun), worker, own]
+        return [*super()._arguments(begun, first_step), worker, own]
 
     def _takes_part(self, begun: Any, worker: int) -> bool:
         def may() -> bool:
-            done = self._begun | self._exhausted
-            return self._is_open and worker not in done
+            done = worker in self._begun or self._states[worker].is_exhausted
+            return self._is_open and not done
 
         with self._changed:
             if not self._changed.wait_for(may, _PARKED_SECS):
@@ -175,7 +178,7 @@ class SynchronousLoop(CoordinatedLoop):
         for ended in [d for d in self._pending if d.future.done()]:
             self._pending.remove(ended)
             self._uncertain |= ended.is_lost
-            if ended.packed is None or ended.worker is None:
+            if not ended.done or ended.worker is None:
                 continue
             packed = self._input_secs.without(ended.packed)
             if ended.first_step == self._applied:
