@@ -275,6 +275,9 @@ class CoordinatedLoop(Loop):
             )
             self.fixed_shares = asked.fixed_share
             self._is_dealt = asked.is_dealt
+            if asked.each_once and not self._asked:  # See `counted`.
+                self._largest = 1
+                self._size_dispatches(self._workers.num_workers)
         coordinator = self._workers.coordinator
         return iter(coordinator.create_per_worker_dataset(self._dataset))
 
