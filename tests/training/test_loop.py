@@ -28,14 +28,14 @@ from tfdist.training.staleness import StalenessBound
 from tfdist.training.step import ModelStep
 
 
-@pytest.mark.parametrize("steps_per_dispatch", [1, 2, 7])
+@pytest.mark.parametrize("steps_per_dispatch", [1, 2, 7, 33])
 def test_number_of_steps_is_exact(steps_per_dispatch):
     model = logistic()
     loop, global_step = local_loop(
         model, batches().repeat(), steps_per_dispatch
     )
     total = 0
-    for num_steps in (1, 2, 6, 7, 8, 14, 15):
+    for num_steps in (1, 2, 6, 7, 8, 14, 15, 40):
         loop.run(num_steps)
         total += num_steps
         assert int(global_step.numpy()) == total

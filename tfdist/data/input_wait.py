@@ -52,7 +52,13 @@ class TimedIterator:
 
     def get_next(self) -> Any:
         """Returns the next batch."""
-        batch = next(self._iterator)
+        iterator = self._iterator
+        if isinstance(iterator, tf.data.Iterator):
+            # TensorFlow refuses more than 32 calls of one object in a function.
+            iterator = tf.nest.map_structure(
+                lambda tensor: tensor, iterator, expand_composites=True
+            )
+        batch = next(iterator)
         if self._is_counted:
             batch, self.remaining = batch
         self._parts = tf.nest.flatten(batch, expand_composites=True)

@@ -135,7 +135,7 @@ def batches(
     if together > 1:
         dataset = dataset.rebatch(batch_size, drop_remainder=full)
     if endless:
-        # Only with an infinite dataset does a dispatch contain many steps.
+        # Workers need not read batches ahead to know whether data ends.
         infinite = tf.data.INFINITE_CARDINALITY
         no_end = tf.data.experimental.assert_cardinality(infinite)
         dataset = dataset.apply(no_end)
