@@ -90,7 +90,7 @@ def test_max_steps_reached_already(tmp_path, caplog, max_steps):
     # TensorFlow itself may warn of functions that other tests have traced.
     ours = [r for r in caplog.records if r.name.startswith("tfdist")]
     (line,) = [r.getMessage() for r in ours]
-    assert "This job is finished already" in line
+    assert "This job is already finished" in line
     assert f"is at step 20, and max_steps is {max_steps}. No step is" in line
     assert sorted(tmp_path.glob("model.ckpt-*")) == files
     assert_equal(all_values(made), before)

@@ -119,7 +119,7 @@ def test_already_finished(tmp_path, caplog):
     (first, _), _ = job(tmp_path, 10)
     with caplog.at_level(logging.WARNING, "tfdist"):
         (second, _), calls = job(tmp_path, 10)
-    assert "This job is finished already" in caplog.text
+    assert "This job is already finished" in caplog.text
     assert "max_steps is 10" in caplog.text
     assert second == pytest.approx(first)
     assert calls == [(10, True)]
@@ -571,8 +571,8 @@ def test_a_model_that_was_there_before_is_said(tmp_path, caplog):
         return caplog.text
 
     assert train("adapted", fixed) == ""
-    assert train("first", body) == ""  # Which builds it.
-    assert "2 trainable variables that it did not make" in train("next", body)
+    assert train("first", body) == ""  # This builds it.
+    assert "2 trainable variables that it did not create" in train("next", body)
     model = model_fn()
     config = tfdist.RunConfig(tmp_path / "whole", cluster=Cluster())
     tfdist.Estimator(lambda: model, config).train(endless, max_steps=2)
