@@ -498,8 +498,8 @@ def test_a_directory_that_is_no_longer_there_is_said(
     *untrained, lost = warnings
     directory = repr(str(tmp_path / "other" / "job"))
     for text in untrained:
-        assert f"no checkpoint in {directory}: the model is used as" in text
-    assert "trained to step 3, and now begins at step 0" in lost
+        assert f"no checkpoint in {directory}: the model is untrained" in text
+    assert "trained to step 3, but now starts at step 0" in lost
     assert directory in lost
 
 
@@ -688,7 +688,7 @@ def test_wrong_types(tmp_path, position):
 
 
 def test_a_misspelled_argument_of_fit():
-    with pytest.raises(TypeError, match=r"`epoch` is neither.*mean `epochs`\?"):
+    with pytest.raises(TypeError, match=r"`epoch` is not .*mean `epochs`\?"):
         tfdist.fit(model_fn, examples(8), epoch=3)
     with pytest.raises(TypeError, match=r"`model_directory`.*`model_dir`\?"):
         tfdist.fit(model_fn, examples(8), model_directory="job")

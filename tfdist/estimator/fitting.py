@@ -227,6 +227,6 @@ def _check_known(config: dict[str, Any]) -> None:
             near = difflib.get_close_matches(name, known, 1)
             meant = f" Did you mean `{near[0]}`?" if near else ""
             raise TypeError(
-                f"Neither tfdist.fit nor RunConfig has an argument `{name}`."
-                f"{meant}"
+                f"Argument `{name}` is not accepted by tfdist.fit or "
+                f"RunConfig.{meant}"
             )
