@@ -106,6 +106,7 @@ class ReportMetricsHook(TimedHook):
             if self._tag not in (None, *metrics):
                 has = sorted(metrics)
                 raise ValueError(
-                    f"{self._tag!r} is tuned, and an evaluation has {has}."
+                    "Argument `tag` must name a metric of every evaluation. "
+                    f"Received: tag={self._tag!r}; an evaluation has {has}."
                 )
             report_metrics({**metrics, "global_step": step}, *self._trial)
