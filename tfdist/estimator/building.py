@@ -358,11 +358,10 @@ def _warn_of_other_batches(peers: Peers, dataset: tf.data.Dataset) -> None:
     if differ:
         _log.warning(
             "The first global batch of %s differs from that of %s. Each "
-            "process takes its share of every batch, so some examples are "
-            "repeated and others skipped. The input function must read the "
-            "same data in every process (without sharding, and with seeds for "
-            "shuffling outside TensorFlow), or take an InputContext and read "
-            "only its own process's share.",
+            "process takes its share of every batch, so examples are repeated "
+            "and skipped. The input function must read the same everywhere (no "
+            "sharding, seeds for shuffling outside TensorFlow), or take an "
+            "InputContext and read only its own process's share.",
             ", ".join(differ),
             peers.name,
         )

@@ -104,9 +104,8 @@ class _LogStart(SessionRunHook):
         else:
             _log.warning(
                 "This job is already finished: %s is at step %d, and max_steps "
-                "is %d. No step is run. To continue training, raise max_steps "
-                "(for fit: epochs); to train from step 0, choose another "
-                "model_dir.",
+                "is %d. No step is run. Raise max_steps (for fit: epochs) to "
+                "continue, or choose another model_dir to train from step 0.",
                 restored,
                 step,
                 self._max_steps,

@@ -106,7 +106,6 @@ class ReportMetricsHook(TimedHook):
             if self._tag not in (None, *metrics):
                 has = sorted(metrics)
                 raise ValueError(
-                    "Argument `tag` must name a metric of every evaluation. "
-                    f"Received: tag={self._tag!r}; an evaluation has {has}."
+                    f"No metric tag={self._tag!r} in an evaluation of {has}."
                 )
             report_metrics({**metrics, "global_step": step}, *self._trial)
