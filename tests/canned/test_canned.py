@@ -299,7 +299,7 @@ def test_weights_of_keras_and_of_a_column_multiply():
         ),
         (
             lambda: estimators.DNNClassifier([3], linear_columns(), "m"),
-            "categorical column 'f': put it into",
+            "categorical column 'f': wrap it in",
         ),
         (
             lambda: estimators.DNNLinearCombinedClassifier("m"),

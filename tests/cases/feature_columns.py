@@ -348,7 +348,7 @@ def _refuse(name, pattern, model_fn):
 
 _refuse(
     "a categorical column",
-    "'tags': put it into an embedding_column or indicator_column",
+    "'tags': wrap it in an embedding_column or indicator_column",
     lambda: model_of(_FEW, deep([SIZE, TAGS])),
 )
 _refuse(

@@ -323,7 +323,7 @@ def a_batch_size_for_a_dataset(job):
     fit(job, batch_size=3)
 
 
-@case(refused="`class_weight` .*: give each example its weight, as the third")
+@case(refused="`class_weight` .*: pass a weight for each example, as in")
 def an_argument_of_keras(job):
     fit(job, class_weight={0: 1.0})
 

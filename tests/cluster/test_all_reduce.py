@@ -180,7 +180,7 @@ def test_an_input_that_shards_twice_is_named(tmp_path):
         assert job.wait(timeout_secs=DEADLINE_SECS) == 0
         wait_until_gone(job, TASKS)
         assert (
-            "The first global batch of worker:0, worker:1 is another than "
+            "The first global batch of worker:0, worker:1 differs from "
             "that of chief:0."
         ) in job.output("chief:0")
 

@@ -185,7 +185,7 @@ def test_goes_on_from_a_checkpoint_of_another(
 
 @pytest.mark.slow
 def test_model_that_was_made_elsewhere(reports):
-    message = "with variable 'dense.*kernel', which it did not make"
+    message = "with variable 'dense.*kernel', which was not created"
     assert re.search(message, reports["mirrored"]["made_elsewhere"])
 
 

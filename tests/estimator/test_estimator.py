@@ -119,7 +119,7 @@ def test_already_finished(tmp_path, caplog):
     (first, _), _ = job(tmp_path, 10)
     with caplog.at_level(logging.WARNING, "tfdist"):
         (second, _), calls = job(tmp_path, 10)
-    assert "This job is finished already" in caplog.text
+    assert "This job is already finished" in caplog.text
     assert "max_steps is 10" in caplog.text
     assert second == pytest.approx(first)
     assert calls == [(10, True)]
@@ -498,8 +498,8 @@ def test_a_directory_that_is_no_longer_there_is_said(
     *untrained, lost = warnings
     directory = repr(str(tmp_path / "other" / "job"))
     for text in untrained:
-        assert f"no checkpoint in {directory}: the model is used as" in text
-    assert "trained to step 3, and now begins at step 0" in lost
+        assert f"no checkpoint in {directory}: the model is untrained" in text
+    assert "trained to step 3, but now starts at step 0" in lost
     assert directory in lost
 
 
@@ -571,8 +571,8 @@ def test_a_model_that_was_there_before_is_said(tmp_path, caplog):
         return caplog.text
 
     assert train("adapted", fixed) == ""
-    assert train("first", body) == ""  # Which builds it.
-    assert "2 trainable variables that it did not make" in train("next", body)
+    assert train("first", body) == ""  # This builds it.
+    assert "2 trainable variables that it did not create" in train("next", body)
     model = model_fn()
     config = tfdist.RunConfig(tmp_path / "whole", cluster=Cluster())
     tfdist.Estimator(lambda: model, config).train(endless, max_steps=2)
@@ -688,7 +688,7 @@ def test_wrong_types(tmp_path, position):
 
 
 def test_a_misspelled_argument_of_fit():
-    with pytest.raises(TypeError, match=r"`epoch` is neither.*mean `epochs`\?"):
+    with pytest.raises(TypeError, match=r"`epoch` is not .*mean `epochs`\?"):
         tfdist.fit(model_fn, examples(8), epoch=3)
     with pytest.raises(TypeError, match=r"`model_directory`.*`model_dir`\?"):
         tfdist.fit(model_fn, examples(8), model_directory="job")

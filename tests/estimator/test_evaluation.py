@@ -734,7 +734,7 @@ def test_the_newest_is_damaged(job, caplog, how):
     job.save_after(3)
     thread.get()
     assert recorder.calls == [(1, False), (5, True)]
-    assert caplog.text.count(f"{path} is damaged or gone.") == 1
+    assert caplog.text.count(f"{path} is damaged or missing.") == 1
     assert job.failure() is None
 
 
@@ -744,7 +744,7 @@ def test_the_last_is_damaged(job, how):
     damage(job.save_after(1), how)
     recorder = Recorder()
     with pytest.raises(
-        DamagedCheckpointError, match=r"ckpt-2 is damaged .* the job's last one"
+        DamagedCheckpointError, match=r"ckpt-2 is damaged .* last checkpoint"
     ):
         evaluator_task(job, 2, exporters=[recorder])
     assert recorder.calls == []
@@ -755,9 +755,9 @@ def test_the_newest_is_damaged_and_turns_out_to_be_the_last(job, caplog):
     job.save_after(1)
     damage(job.save_after(1), "half the data")
     thread = Background(evaluator_task, job, None)
-    wait_for(lambda: "passed over" in caplog.text)
+    wait_for(lambda: "It is skipped" in caplog.text)
     results.announce_end(job.dir, 2)
-    with pytest.raises(DamagedCheckpointError, match="the job's last one"):
+    with pytest.raises(DamagedCheckpointError, match="last checkpoint"):
         thread.get()
 
 

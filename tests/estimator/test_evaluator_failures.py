@@ -109,9 +109,9 @@ def test_newest_checkpoint_damaged(job, model_dir):
         data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
     watch = Stopwatch("newest checkpoint damaged")
     job.resume(EVALUATOR)
-    warning = rf"^WARNING Checkpoint {path} is damaged .* It is passed over\."
+    warning = rf"^WARNING Checkpoint {path} is damaged .* It is skipped\."
     job.wait_for_line(EVALUATOR, warning)
-    watch.say("it is passed over")
+    watch.say("it is skipped")
     step = before.rpartition("-")[2]
     job.wait_for_line(EVALUATOR, rf"Evaluation of step {step}:")
     watch.say("the one before is evaluated")

@@ -150,8 +150,8 @@ def test_best_exporter_says_with_what_it_compares(model, tmp_path, caplog):
     with pytest.raises(KeyError) as raised:
         exporter.export(model, str(tmp_path), {"auc": 1.0}, False)
     (note,) = raised.value.__notes__
-    assert "evaluated as {'loss': 0.1, 'global_step': 7.0}, this one" in note
-    assert "delete that directory to begin again" in note
+    assert "has the metrics {'loss': 0.1, 'global_step': 7.0}, this one" in note
+    assert "delete that directory to start over" in note
 
 
 @pytest.mark.usefixtures("light")
@@ -165,7 +165,7 @@ def test_a_loss_that_is_no_number_is_never_the_best_for_long(model, tmp_path):
 def test_best_exporter_without_a_loss(model, tmp_path):
     exporter = BestExporter()
     exporter.export(model, str(tmp_path), {"auc": 1.0}, False)
-    with pytest.raises(ValueError, match="no loss is found in it"):
+    with pytest.raises(ValueError, match="must have a "):
         exporter.export(model, str(tmp_path), {"loss": 1.0}, False)
 
 

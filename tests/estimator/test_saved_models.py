@@ -154,7 +154,7 @@ def test_an_export_without_the_predict_step_says_so(tmp_path, caplog):
     x = keras.Input([2], name="x")
     made = Doubling({"x": x}, keras.layers.Dense(1)(x))
     export_saved_model(made, str(tmp_path / "called"))
-    assert "not what its `predict_step` does" in caplog.text
+    assert "unlike `predict`" in caplog.text
     caplog.clear()
 
     def serving(model):

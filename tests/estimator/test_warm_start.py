@@ -154,7 +154,7 @@ def test_slots_of_another_optimizer(old, tmp_path):
         return logistic("adagrad")
 
     settings = WarmStartSettings(old.model_dir, ["kernel", "bias"])
-    message = r"has no \['adagrad/iteration', .*takes slots too.*'kernel\|bias'"
+    message = r"has no \['adagrad/iteration', .*restores slots.*'kernel\|bias'"
     with pytest.raises(ValueError, match=message):
         started(tmp_path / "slots", settings, other)
     settings = WarmStartSettings(old.model_dir, "kernel|bias")
@@ -199,7 +199,7 @@ def test_evaluated_and_asked_before_it_trains(old, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (lambda d: f"{d}/nothing", "no checkpoint to start warm from"),
+        (lambda d: f"{d}/nothing", "no checkpoint for a warm start"),
         (lambda d: WarmStartSettings(d, "nothing"), "must name variables"),
         (lambda d: WarmStartSettings(d, None), "must name variables"),
         (
@@ -212,7 +212,7 @@ def test_evaluated_and_asked_before_it_trains(old, tmp_path):
             lambda d: WarmStartSettings(
                 d, "bias", var_name_to_prev_var_name={KERNEL: KERNEL}
             ),
-            "rename those alone",
+            "may rename only",
         ),
     ],
 )
@@ -353,7 +353,7 @@ def test_a_growing_table_starts_with_the_rows_of_a_vocabulary(
         ),
         ({"ids": [*WORDS[1:], WORDS[1]]}, "6 ids, of which 5 are different"),
         ({"ids": WORDS, "before": "nothing"}, "has no variable 'nothing'"),
-        ({"ids": WORDS, "name": "dense/kernel"}, "of growing tables"),
+        ({"ids": WORDS, "name": "dense/kernel"}, "the growing tables"),
     ],
 )
 def test_bad_ids_of_a_vocabulary(vocabulary, tmp_path, settings, message):

@@ -64,14 +64,14 @@ def checked_columns(
         if _class(column) not in _CLASSES:
             raise TypeError(
                 f"Argument `{name}` must hold columns of `tf.feature_column`, "
-                f"none of a sequence. Received: {column!r} of type "
+                f"except sequence columns. Received: {column!r} of type "
                 f"{_class(column)}."
             )
     for column in columns:
         if dense and not hasattr(column, "get_dense_tensor"):
             raise ValueError(
                 f"Argument `{name}` must have dense columns. Received the "
-                f"categorical column {column.name!r}: put it into an "
+                f"categorical column {column.name!r}: wrap it in an "
                 "embedding_column or indicator_column."
             )
         for holder, option in product((column, table_of(column)), _OPTIONS):
@@ -86,7 +86,7 @@ def checked_columns(
         names = sorted(one.name for one in named)
         if len(set(names)) < len(names):
             raise ValueError(
-                f"Argument `{name}` must have columns of different names. "
+                f"Argument `{name}` must have columns with different names. "
                 f"Received: {names}."
             )
     return tuple(sorted(columns, key=lambda column: column.name))
@@ -188,8 +188,8 @@ class Batch:
     ) -> None:
         if not isinstance(features, Mapping):
             raise ValueError(
-                "The features of columns must be a dictionary from name to "
-                "tensor; an input function gives (features, labels). "
+                "Features must be a dictionary from names to tensors; the "
+                "input function must return (features, labels). "
                 f"Received: {type(features).__name__}."
             )
         self._features = features
@@ -210,7 +210,7 @@ class Batch:
         if ids.shape.rank not in (2, None):
             raise ValueError(
                 f"The feature of column {column.name!r} must be a tensor "
-                f"(batch,) or (batch, n). Received the shape {ids.shape}."
+                f"(batch,) or (batch, n). Received: shape {ids.shape}."
             )
         return ids, weights
 
@@ -264,7 +264,7 @@ class Batch:
     def _feature(self, key: str) -> tf.Tensor | Sparse:
         if key not in self._features:
             raise ValueError(
-                f"Feature {key!r} is missing. The input function gave: "
+                f"Feature {key!r} is missing. The input function returned: "
                 f"{sorted(self._features)}."
             )
         value = self._features[key]
@@ -277,7 +277,7 @@ class Batch:
         if (value.shape.rank or 0) < 2:
             raise ValueError(
                 f"Feature {key!r} must be a tensor (batch,) or (batch, n). "
-                f"Received the shape {value.shape}."
+                f"Received: shape {value.shape}."
             )
         return value
 
@@ -291,8 +291,8 @@ class Batch:
         values = column.transform_feature(self, self)
         if values.shape[1:].num_elements() not in (None, dense_size(column)):
             raise ValueError(
-                f"Numeric column {column.key!r} needs examples of the shape "
-                f"{column.shape}. Received a batch of the shape {values.shape}."
+                f"Numeric column {column.key!r} needs examples of shape "
+                f"{column.shape}. Received: a batch of shape {values.shape}."
             )
         return values
 

@@ -73,8 +73,8 @@ class _ClassHead(Head):
         labels = _column(y, 1)
         if (labels.dtype == tf.string) != (self._vocabulary is not None):
             raise ValueError(
-                "Labels must be strings if there is a `label_vocabulary`, else "
-                f"numbers. Received labels of type {labels.dtype.name}."
+                "Labels must be strings if `label_vocabulary` is given, else "
+                f"numbers. Received: labels of type {labels.dtype.name}."
             )
         return self._vocabulary.ids(labels) if self._vocabulary else labels
 

@@ -63,9 +63,9 @@ def check_model_fn(model_fn: ModelFn) -> None:
     except TypeError:
         raise TypeError(
             "Argument `model_fn` must be a function without arguments that "
-            "returns a compiled Keras model. Received one that takes "
-            f"{signature}. Bind parameters by `functools.partial`; for TF1's "
-            "features, labels and mode see tfdist/MIGRATION.md."
+            "returns a compiled Keras model. Received a function of "
+            f"{signature}. Bind arguments with `functools.partial`; for TF1's "
+            "features, labels and mode, see tfdist/MIGRATION.md."
         ) from None
 
 
@@ -186,10 +186,10 @@ def create_variables(
         for variable in model.variables:
             if not made_here(variable.value):
                 raise ValueError(
-                    f"The model function has returned model {model.name!r} "
-                    f"with variable {variable.path!r}, which it did not make, "
-                    "and which is not where the strategy needs it. Make the "
-                    "model, and all of its layers, inside the model function."
+                    f"The model function returned model {model.name!r} with "
+                    f"variable {variable.path!r}, which was not created in the "
+                    "strategy's scope. Create the model, and all of its "
+                    "layers, inside the model function."
                 )
         if not all(made_here(v.value) for v in model.optimizer.variables):
             # The program created the optimizer outside the strategy's scope.
@@ -207,11 +207,11 @@ def _warn_of_others_variables(model: keras.Model, created: set[int]) -> None:
     old = [v for v in model.trainable_variables if id(v.value) not in created]
     if old:
         _log.warning(
-            "The model function has returned model %r with %d trainable "
-            "variables that it did not make, such as %r. They begin with what "
-            "they hold, also after another job has trained them in this "
-            "process, and no cluster can train them. Make the model, and all "
-            "of its layers, inside the model function.",
+            "The model function returned model %r with %d trainable variables "
+            "that it did not create, such as %r. They keep their current "
+            "values, even if another job in this process has trained them, "
+            "and cannot be trained on a cluster. Create the model, and all of "
+            "its layers, inside the model function.",
             model.name,
             len(old),
             old[0].path,
@@ -357,11 +357,11 @@ def _warn_of_other_batches(peers: Peers, dataset: tf.data.Dataset) -> None:
     differ = [n for n, d in others.items() if d != digest.hexdigest()]
     if differ:
         _log.warning(
-            "The first global batch of %s is another than that of %s. Each "
+            "The first global batch of %s differs from that of %s. Each "
             "process takes its share of every batch, so examples are repeated "
-            "and left out. Have the input function read the same everywhere "
-            "(no sharding in it, seeds for what shuffles outside TensorFlow), "
-            "or take an InputContext and read what belongs to its process.",
+            "and skipped. The input function must read the same everywhere (no "
+            "sharding, seeds for shuffling outside TensorFlow), or take an "
+            "InputContext and read only its own process's share.",
             ", ".join(differ),
             peers.name,
         )

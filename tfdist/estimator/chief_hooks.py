@@ -37,8 +37,8 @@ def chief_hooks(
     """
     if package := replaces_fit():
         _log.warning(
-            "%r has replaced keras.Model.fit, which tfdist does not call: "
-            "nothing is logged that way. Pass the tracker's callback to "
+            "%r has replaced keras.Model.fit, but tfdist does not call it, so "
+            "nothing is logged there. Pass the tracker's callback to "
             "fit(callbacks=...) or KerasCallbackHook.",
             package,
         )
@@ -79,9 +79,9 @@ def chief_hooks(
         hooks.append(saver)
     elif listeners:
         raise ValueError(
-            "Argument `saving_listeners` has listeners, and there are no "
-            "checkpoints. Set `save_checkpoints_steps` or "
-            "`save_checkpoints_secs` of the RunConfig."
+            "Argument `saving_listeners` has listeners, but no checkpoints are "
+            "saved. Set `save_checkpoints_steps` or `save_checkpoints_secs` in "
+            "the RunConfig."
         )
     if saver:
         cadence = saver.save_steps, saver.save_secs
@@ -103,9 +103,9 @@ class _LogStart(SessionRunHook):
             _log.info("Training continues at step %d from %s.", step, restored)
         else:
             _log.warning(
-                "This job is finished already: %s is at step %d, and max_steps "
-                "is %d. No step is run. Raise max_steps (of fit: epochs) to "
-                "train on, or choose another model_dir to train from step 0.",
+                "This job is already finished: %s is at step %d, and max_steps "
+                "is %d. No step is run. Raise max_steps (for fit: epochs) to "
+                "continue, or choose another model_dir to train from step 0.",
                 restored,
                 step,
                 self._max_steps,

@@ -215,7 +215,7 @@ class Estimator:
         if warns:
             _log.warning(
                 "No step was run: the input had been read to its end when %s "
-                "was saved. To train on it again, `repeat` it in the input "
+                "was saved. To train on it again, call `repeat()` in the input "
                 "function.",
                 session.restored_from,
             )

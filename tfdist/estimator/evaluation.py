@@ -60,8 +60,8 @@ class EvaluationSession:
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
             f"The session of an evaluation has no {name!r}. EvalSpec(hooks=...)"
-            " are for hooks that look at its batches (see EvaluationSession); "
-            "what saves or measures training goes into TrainSpec(hooks=...)."
+            " takes hooks for evaluated batches (see EvaluationSession); hooks "
+            "that save or measure training belong in TrainSpec(hooks=...)."
         )
 
     def should_stop(self) -> bool:
@@ -163,7 +163,7 @@ class Evaluation:
             if not (path and storage.is_damage(error)):
                 raise
             raise DamagedCheckpointError(
-                f"Checkpoint {path} is damaged or gone. TensorFlow says: "
+                f"Checkpoint {path} is damaged or missing. TensorFlow reports: "
                 + str(error).partition("\n")[0]
             ) from error
         global_step = tf.constant(step, tf.int64)

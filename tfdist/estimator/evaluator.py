@@ -16,7 +16,7 @@ The evaluator restarts after the chief has exited: it accepts an announced end
   of training after `patience_secs`, completes missing results, and exits.
 The evaluator never starts: the chief ends after `evaluator_timeout_secs`.
 The newest checkpoint is damaged: a warning, and the previous one is evaluated,
-  unless it already was. The job's last one is damaged: an error, as above.
+  unless it already was; an error, as above, if it is the job's last one.
 A checkpoint is deleted before it is read: a warning; a newer one exists.
 """
 
@@ -104,9 +104,9 @@ class Evaluator:
         if not metrics:
             raise ValueError(
                 "There is no batch to evaluate: the `input_fn` of the EvalSpec "
-                f"whose results go to {self.eval_dir!r} returned an empty "
-                "dataset, or a hook stopped before the first batch. Are its "
-                "files empty, or does `batch(drop_remainder=True)` drop all?"
+                f"with results in {self.eval_dir!r} returned an empty dataset, "
+                "or a hook stopped before the first batch. Are its files "
+                "empty, or smaller than one batch with drop_remainder=True?"
             )
         event_file(self._summaries).write(step, metrics)
         text = ", ".join(f"{k} {v:.4f}" for k, v in metrics.items())
@@ -199,8 +199,8 @@ class Evaluator:
         self.result = result
         self.evaluated = os.path.join(self._model_dir, result["checkpoint"][0])
         _log.info(
-            "Evaluations continue after that of %s. If metrics or data have "
-            "changed since, delete %s and start again.",
+            "Evaluation resumes after checkpoint %s. If the metrics or the "
+            "data have changed since, delete %s and restart the evaluator.",
             self.evaluated,
             self._result_path,
         )
@@ -240,11 +240,11 @@ class Evaluator:
         except DamagedCheckpointError as error:
             if path in checkpoints.listed(self._model_dir):
                 self._damaged.add(path)
-                _log.warning("%s It is passed over.", error)
+                _log.warning("%s It is skipped.", error)
             else:
                 _log.warning(
-                    "%s was deleted before it was evaluated. "
-                    "RunConfig(keep_checkpoint_max=...) keeps more of them.",
+                    "%s was deleted before it was evaluated. To keep more, "
+                    "raise RunConfig(keep_checkpoint_max=...).",
                     path,
                 )
             return False
@@ -260,11 +260,11 @@ class Evaluator:
                 return
         except DamagedCheckpointError as error:
             raise DamagedCheckpointError(
-                f"{error} It is the job's last one, so there is no final "
-                "evaluation and no final export. Train on from the one before "
-                "it (with a larger max_steps), or take that one: "
-                "Estimator.evaluate and Estimator.export_saved_model have the "
-                "argument `checkpoint_path`."
+                f"{error} It is the job's last checkpoint, so there is no "
+                "final evaluation or export. Resume training from the one "
+                "before it (with a larger max_steps), or pass that one as "
+                "`checkpoint_path` to Estimator.evaluate and "
+                "Estimator.export_saved_model."
             ) from error.__cause__
         self.export(is_the_final_export=True)
 

@@ -181,8 +181,8 @@ def loss_smaller(
     ):
         if "loss" not in result:
             raise ValueError(
-                f"{name} cannot be empty or no loss is found in it. Received: "
-                f"{name}={result}. Give BestExporter a `compare_fn` that "
+                f"Argument `{name}` must have a 'loss'. Received: "
+                f"{name}={result}. Pass BestExporter a `compare_fn` that "
                 "compares another metric."
             )
     best, current = best_eval_result["loss"], current_eval_result["loss"]
@@ -252,16 +252,16 @@ class BestExporter(LatestExporter):
             )
         except KeyError as error:
             error.add_note(
-                f"The best model in {export_path!r} was evaluated as {best}, "
-                f"this one as {result}. If the model had other metrics then, "
-                "delete that directory to begin again."
+                f"The best model in {export_path!r} has the metrics {best}, "
+                f"this one {result}. If the model's metrics have changed, "
+                "delete that directory to start over."
             )
             raise
         if not is_better:
             _log.info(
                 "Not exported to %s: the model of step %d was as good or "
-                "better, %s. If that was by another loss, or on other data, "
-                "delete that directory to begin again.",
+                "better, %s. If it was evaluated with another loss or on other "
+                "data, delete that directory to start over.",
                 export_path,
                 best.get("global_step", 0),
                 best,

@@ -30,16 +30,16 @@ from tfdist.hooks.session_run_hook import SessionRunHook
 
 _log = logging.getLogger(__name__)
 
-_WEIGHTS = "give each example its weight, as the third of `train`"
+_WEIGHTS = "pass a weight for each example, as in `train=(x, y, weights)`"
 # Arguments of Keras' `fit`, and what replaces them here.
 _INSTEAD = {
-    **dict.fromkeys(("x", "y"), "give `train=(x, y)`"),
+    **dict.fromkeys(("x", "y"), "pass `train=(x, y)`"),
     **dict.fromkeys(("class_weight", "sample_weight"), _WEIGHTS),
-    "verbose": "`log_step_count_steps` says how often progress is shown",
-    "initial_epoch": "a job resumes where the one in its `model_dir` ended",
-    "validation_split": "split the arrays, and give `validation_data`",
-    "validation_freq": "`save_checkpoints_steps` says how often, in steps",
-    "validation_batch_size": "give a function that makes a dataset",
+    "verbose": "`log_step_count_steps` sets how often progress is shown",
+    "initial_epoch": "a job resumes from the checkpoint in its `model_dir`",
+    "validation_split": "split the arrays, and pass `validation_data`",
+    "validation_freq": "`save_checkpoints_steps` sets how often to evaluate",
+    "validation_batch_size": "pass a function that returns a batched dataset",
 }
 
 
@@ -128,8 +128,8 @@ def fit(
     arrays = any(map(fit_data.is_arrays, (train, validation_data)))
     if batch_size and not arrays:
         raise ValueError(
-            "Argument `batch_size` is for arrays; other data have batches of "
-            f"their own. Received: batch_size={batch_size}."
+            "Argument `batch_size` is for arrays; other data must be batched "
+            f"already. Received: batch_size={batch_size}."
         )
     cluster = config.pop("cluster", None) or Cluster.from_env()
     if cluster.role == "evaluator":
@@ -167,8 +167,8 @@ def fit(
         if steps_per_epoch is None and takes_context(once):
             raise ValueError(
                 "Argument `steps_per_epoch` must be given, since `train` takes "
-                "an InputContext: no process knows how many batches all others "
-                "read."
+                "an InputContext: a process cannot know how many batches the "
+                "others read."
             )
         steps = steps_per_epoch or fit_data.num_batches(without_context(once)())
         most = keras.config.max_steps_per_epoch()
@@ -209,7 +209,7 @@ def _limited(argument: str, value: Any, most: int | None) -> Any:
     """Limits `value` as Keras' configuration does, for quick trials."""
     if not most or (value and value <= most):
         return value
-    _log.warning("Limiting `%s` to %d, as Keras is configured.", argument, most)
+    _log.warning("Limiting `%s` to %d, as set in keras.config.", argument, most)
     return most
 
 
@@ -220,13 +220,13 @@ def _check_known(config: dict[str, Any]) -> None:
     for name in config:
         if name in _INSTEAD:
             raise TypeError(
-                f"Argument `{name}` of Keras' fit is not one of tfdist's: "
-                f"{_INSTEAD[name]}."
+                f"Argument `{name}` of Keras' fit is not supported by "
+                f"tfdist.fit: {_INSTEAD[name]}."
             )
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             meant = f" Did you mean `{near[0]}`?" if near else ""
             raise TypeError(
-                f"Argument `{name}` is neither one of tfdist.fit nor of "
+                f"Argument `{name}` is not accepted by tfdist.fit or "
                 f"RunConfig.{meant}"
             )

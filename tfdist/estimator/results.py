@@ -39,8 +39,8 @@ def eval_dir(model_dir: str, name: str | None) -> str:
 def warn_of_untrained(model_dir: str) -> None:
     """Warns that there is no checkpoint and the model is untrained."""
     _log.warning(
-        "There is no checkpoint in %r: the model is used as it is initialized, "
-        "untrained.",
+        "There is no checkpoint in %r: the model is untrained, with its "
+        "initial weights.",
         storage.absolute(model_dir),
     )
 
@@ -50,9 +50,9 @@ def warn_of_left_out(path: str, names: Iterable[str]) -> None:
     left = left_out(saved_shapes(path), names)
     if left:
         _log.warning(
-            "The model has no %s, which %s holds: it is not the model that was "
-            "trained, unless what it computes never depended on them. "
-            "Estimator.train would refuse it.",
+            "The model lacks variables %s of %s: it is not the model that was "
+            "trained, unless these variables never affected its results. "
+            "Estimator.train would raise an error.",
             ", ".join(left[:20]),
             path,
         )
@@ -62,7 +62,7 @@ def warn_if_lost(model_dir: str, step: int, trained_to: int) -> None:
     """Warns if a session begins before the step an earlier one reached."""
     if step < trained_to:
         _log.warning(
-            "This estimator has trained to step %d, and now begins at step %d: "
+            "This estimator has trained to step %d, but now starts at step %d: "
             "%r has no later checkpoint.",
             trained_to,
             step,
@@ -126,14 +126,14 @@ def wait_for_result(
             problem = f"The evaluator failed: {found['error']}"
         elif now - start >= timeout_secs:
             problem = (
-                f"It did not come within {timeout_secs:g} s; "
-                "RunConfig(evaluator_timeout_secs=...) sets the limit."
+                f"It was not ready after {timeout_secs:g} s; to wait longer, "
+                "raise RunConfig(evaluator_timeout_secs=...)."
             )
         else:
             time.sleep(poll_secs(model_dir))
     _log.warning(
-        "The job ends without the evaluator's result of step %d and the final "
-        "exports. %s",
+        "The job ends without the evaluator's result of step %d and without "
+        "the final exports. %s",
         step,
         problem,
     )

@@ -135,15 +135,15 @@ def _served(
         return served
     if overrides(served, "predict_step"):
         _log.warning(
-            "The export of model %r answers what its `call` returns, not what "
-            "its `predict_step` does, as `predict` yields it. A "
-            "`serving_model_fn` can return tfdist.Serving.of(model, "
-            "predict=...), from tensors by name to such predictions.",
+            "The export of model %r returns the outputs of its `call`, unlike "
+            "`predict`, which returns those of its `predict_step`. To export "
+            "these, pass a `serving_model_fn` that returns "
+            "tfdist.Serving.of(model, predict=...).",
             served.name,
         )
     if serving.inputs_of(served) is not None:
         return Serving.of(served)
-    serving.warn_of_no_examples(served, "it does not know its inputs")
+    serving.warn_of_no_examples(served, "its inputs are unknown")
     return served
 
 
@@ -164,8 +164,8 @@ def check_has_config(model: keras.Model) -> None:
         what = " ".join(str(error).partition("Example:")[0].split())
         raise ValueError(
             f"Model {model.name!r} cannot be exported with format='keras': "
-            f"{what} Or choose format='weights', or a `serving_model_fn` that "
-            "returns a model which can be saved."
+            f"{what} Or use format='weights', or a `serving_model_fn` that "
+            "returns a model with `get_config`."
         ) from error
 
 
@@ -219,15 +219,15 @@ def checked_assets(assets_extra: Mapping[str, str] | None) -> dict[str, str]:
     ):
         raise TypeError(
             "Argument `assets_extra` must be a dictionary from destination "
-            f"to source paths. Received: assets_extra={assets_extra!r}."
+            f"paths to source paths. Received: assets_extra={assets_extra!r}."
         )
     checked = {}
     for destination, source in assets_extra.items():
         normal = os.path.normpath(os.fspath(destination))
         if os.path.isabs(normal) or normal.split(os.sep)[0] in ("..", "."):
             raise ValueError(
-                "Destinations of `assets_extra` must be paths of files inside "
-                f"of `assets.extra`. Received: {destination!r}."
+                "Destinations of `assets_extra` must be relative paths of "
+                f"files inside of `assets.extra`. Received: {destination!r}."
             )
         checked[normal] = os.fspath(source)
     return checked

@@ -99,8 +99,8 @@ class Serving:
         structure = inputs_of(model)
         if structure is None:
             raise ValueError(
-                f"Model {model.name!r} does not say what its inputs are: it is "
-                "neither functional nor sequential, nor an Estimator's."
+                f"The inputs of model {model.name!r} are unknown: it is neither"
+                " functional nor sequential, nor built by an Estimator."
             )
         inputs = _named(structure, next(iter(signature(model.call).parameters)))
 
@@ -282,9 +282,9 @@ def _argument(name: str, spec: tf.TypeSpec) -> tf.TypeSpec:
 def warn_of_no_examples(model: keras.Model, reason: str) -> None:
     """Warns that the `tf.Example` signatures are missing, and why."""
     _log.warning(
-        "The export of model %r gets no signature for tf.Examples: %s. A "
-        "`serving_model_fn` that returns a tfdist.Serving can say what they "
-        "hold.",
+        "The export of model %r gets no signature for tf.Examples: %s. To add "
+        "one, pass a `serving_model_fn` that returns a tfdist.Serving with "
+        "`examples`.",
         model.name,
         reason,
     )

@@ -37,17 +37,17 @@ _IGNORED = {
     "are set by `tf.config`",
     "eval_distribute": "the cluster decides where evaluations run",
     "experimental_max_worker_delay_secs": "the chief hands out the steps, so "
-    "no worker begins before the others",
+    "no worker starts before the others",
     "checkpoint_save_graph_def": "a Keras model has no graph to save",
 }
 # Fields that cannot be ignored without changing the job, and what to use.
 _REFUSED = {
-    "train_distribute": "Use `strategy`, unless the default will do: what the "
-    "cluster is made for",
-    "device_fn": "Use `placement`, which says for each variable which "
-    "parameter server holds it",
-    "protocol": "Tasks speak grpc with each other",
-    "experimental_distribute": "The cluster decides how a job is distributed",
+    "train_distribute": "Use `strategy`; by default, it is chosen to suit the "
+    "cluster",
+    "device_fn": "Use `placement`, which assigns each variable to a parameter "
+    "server",
+    "protocol": "Leave it out: tasks communicate by grpc",
+    "experimental_distribute": "Use `strategy` and `cluster`",
 }
 
 
@@ -220,9 +220,9 @@ class RunConfig:
             return
         if not self.cluster.num_ps:
             raise ValueError(
-                f"Argument `{given[0]}` is for parameter servers, and this "
-                f"cluster has none: {self.cluster.shape}. All-reduce waits for "
-                "every worker: leave it out."
+                f"Argument `{given[0]}` is for parameter servers, but this "
+                f"cluster has none: {self.cluster.shape}. All-reduce always "
+                "waits for every worker: leave it out."
             )
         if backup is None:
             return
@@ -234,9 +234,9 @@ class RunConfig:
         if backup >= workers or (self.steps_per_dispatch or 1) > 1:
             raise ValueError(
                 "Argument `backup_workers` must leave a worker to wait for, "
-                "and `steps_per_dispatch` be 1 with it. Received: "
+                "and requires `steps_per_dispatch=1`. Received: "
                 f"backup_workers={backup}, steps_per_dispatch="
-                f"{self.steps_per_dispatch}, of {workers} workers."
+                f"{self.steps_per_dispatch}, with {workers} workers."
             )
 
     def replace(self, **changes: Any) -> RunConfig:
@@ -400,7 +400,7 @@ class EvalSpec:
         if len(strings) != len(names):
             raise ValueError(
                 "Argument `exporters` must have unique names, which are "
-                f"strings. Received: names={names}."
+                f"non-empty strings. Received: names={names}."
             )
 
 
@@ -427,7 +427,7 @@ def _refuse_or_ignore(fields: dict[str, Any]) -> None:
             )
         elif (name, value) != ("protocol", "grpc"):
             raise ValueError(
-                f"Argument `{name}` has no meaning in tfdist. "
+                f"Argument `{name}` is not supported by tfdist. "
                 f"{_REFUSED[name]}. {received}"
             )
 

@@ -190,8 +190,8 @@ class _EvaluateAfterSave(CheckpointSaverListener):
             self.evaluate(session, is_the_last=at_end)
         elif not at_end:
             _log.info(
-                "The checkpoint of step %d is not evaluated: throttle_secs is "
-                "%g.",
+                "The checkpoint of step %d is not evaluated, because "
+                "EvalSpec(throttle_secs=%g) limits how often that is done.",
                 global_step_value,
                 self.evaluator.spec.throttle_secs,
             )

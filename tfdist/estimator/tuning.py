@@ -106,6 +106,6 @@ class ReportMetricsHook(TimedHook):
             if self._tag not in (None, *metrics):
                 has = sorted(metrics)
                 raise ValueError(
-                    f"{self._tag!r} is tuned, and an evaluation has {has}."
+                    f"No metric tag={self._tag!r} in an evaluation of {has}."
                 )
             report_metrics({**metrics, "global_step": step}, *self._trial)

@@ -90,8 +90,8 @@ class WarmStartSettings:
             if getattr(info, "axis", None) != 0 or info.backup_initializer:
                 raise ValueError(
                     "Argument `var_name_to_vocab_info` must map names to "
-                    "`tf.compat.v1.train.VocabInfo`s with axis 0 and, as the "
-                    "layer says how new rows begin, no `backup_initializer`. "
+                    "`tf.compat.v1.train.VocabInfo`s with axis 0 and without "
+                    "`backup_initializer` (the layer initializes new rows). "
                     f"Received: {info!r} for {name!r}."
                 )
 
@@ -154,13 +154,13 @@ class WarmStartHook(SessionRunHook):
         unknown |= renamed.keys() - chosen - filled.keys()
         if unknown or not (chosen or filled):
             raise ValueError(
-                "A warm start must name variables of the model, and rename "
-                "those alone that it takes. Received: "
+                "A warm start must name variables of the model, and may rename "
+                "only variables that it restores. Received: "
                 f"vars_to_warm_start={settings.vars_to_warm_start!r}, "
-                f"var_name_to_vocab_info of {[*vocabularies]}, "
+                f"var_name_to_vocab_info for {[*vocabularies]}, "
                 f"var_name_to_prev_var_name={dict(renamed)}, var_name_to_ids "
-                f"of {[*filled]}; the model has "
-                f"{sorted(names)}, of growing tables {sorted(tables)}."
+                f"for {[*filled]}; the model has the variables {sorted(names)} "
+                f"and the growing tables {sorted(tables)}."
             )
         before = {n: renamed.get(n) or saved.weight(n) for n in sorted(chosen)}
         saved.restore(before, variables, vocabularies)
@@ -177,7 +177,7 @@ class WarmStartHook(SessionRunHook):
         path = checkpoints.latest(given) if tf.io.gfile.isdir(given) else given
         if not (path and tf.io.gfile.exists(f"{path}.index")):
             raise ValueError(
-                f"There is no checkpoint to start warm from at {given!r}."
+                f"There is no checkpoint for a warm start at {given!r}."
             )
         return _Checkpoint(path)
 
@@ -212,8 +212,8 @@ class WarmStartHook(SessionRunHook):
             string = "|".join(self._settings.vars_to_warm_start or [])
             raise ValueError(
                 f"Checkpoint {saved.path} has no {missing}. As in TF, a list "
-                "in `vars_to_warm_start` takes slots too, of an optimizer that "
-                f"must be the same; a string, {string!r}, takes weights alone."
+                "in `vars_to_warm_start` also restores slots, which needs the "
+                f"same optimizer; the string {string!r} restores only weights."
             )
         saved.restore(before, variables, changed)
 
@@ -267,9 +267,9 @@ class _Checkpoint:
         """Returns the value of an embedding table."""
         if name not in self.names:
             raise ValueError(
-                f"Checkpoint {self.path} has no variable {name!r}, of whose "
-                "rows `var_name_to_ids` or `var_name_to_vocab_info` tells. Is "
-                "its name another there? See `var_name_to_prev_var_name`."
+                f"Checkpoint {self.path} has no variable {name!r}, named in "
+                "`var_name_to_ids` or `var_name_to_vocab_info`. If its name "
+                "differs there, set `var_name_to_prev_var_name`."
             )
         library = tf.train if self._is_of_tf1 else checkpoints
         return library.load_variable(self.path, name)
@@ -287,9 +287,9 @@ def _assign_words(variable: Saveable, old: np.ndarray, info: VocabInfo) -> None:
         or value.shape[1:] != old.shape[1:]
     ):
         raise ValueError(
-            f"A table of shape {value.shape}, and {old.shape} before, does not "
+            f"A table of shape {value.shape}, previously {old.shape}, does not "
             f"fit {len(words)} words and {info.num_oov_buckets} buckets for "
-            f"others, and {len(old_words)} words before. Received: {info}."
+            f"others, previously {len(old_words)} words. Received: {info}."
         )
     rows = {word: row for row, word in enumerate(old_words)}
     kept = [row for row, word in enumerate(words) if word in rows]
@@ -326,8 +326,8 @@ def _check_whole(growing: Iterable[Growing], chosen: set[str]) -> None:
         pieces = {logical_path(piece) for piece in each.pieces}
         if len(pieces & chosen) not in (0, len(pieces)):
             raise ValueError(
-                "A warm start takes all variables of a DynamicEmbedding, or "
-                f"none. Received a pattern for {sorted(pieces & chosen)} and "
-                f"not for {sorted(pieces - chosen)}. Choose them by the "
+                "A warm start restores all variables of a DynamicEmbedding or "
+                f"none. Received patterns for {sorted(pieces & chosen)}, but "
+                f"not for {sorted(pieces - chosen)}. Select them by the "
                 f"layer's name, {each.table.path!r}."
             )
