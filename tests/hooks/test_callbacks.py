@@ -615,7 +615,7 @@ REFUSED = {
     "'val_auc': pass `eval_dir`": lambda: callbacks.ModelCheckpoint(
         "best.keras", "val_auc", save_best_only=True
     ),
-    "update_freq=1 counts": lambda: callbacks.TensorBoard(update_freq="batch"),
+    "update_freq=1. Set": lambda: callbacks.TensorBoard(update_freq="batch"),
     "TestBatches.*on_test_batch_end.*EvalSpec": TestBatches,
 }
 
@@ -645,7 +645,7 @@ def test_a_callback_of_others_does_without_methods(base, caplog):
 
 
 def test_orbax_is_refused():
-    with pytest.raises(ValueError, match="ModelCheckpoint saves files of"):
+    with pytest.raises(ValueError, match="ModelCheckpoint to save Keras files"):
         KerasCallbackHook([orbax()], STEPS)
 
 
@@ -708,7 +708,7 @@ def test_a_summary_writer_of_before_the_cluster(early, tmp_path):
     with LocalCluster(command, ps=1, workers=1, cwd=HERE.parents[1]) as job:
         assert job.wait(timeout_secs=120) == early, job.output("chief:0")
         output = job.output("chief:0")
-    told = "Writes has a summary writer, `writer`, that was made before"
+    told = "Writes has a summary writer, `writer`, created before"
     assert (told in output) == early
     seen = read_scalars(str(tmp_path / "seen"))
     assert [list(scalars) for scalars in seen.values()] == [["seen"]][early:]
