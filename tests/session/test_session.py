@@ -392,7 +392,7 @@ def test_a_hook_asks_for_nothing(fetches):
 def test_a_hook_of_a_graph():
     """Refused before training; `FinalOpsHook` had failed at its end."""
     theirs = tf.compat.v1.train.FinalOpsHook("loss")
-    wanted = r"own FinalOpsHook works in a graph.*Take tfdist's FinalOpsHook"
+    wanted = r"own FinalOpsHook needs a graph.*Use tfdist's FinalOpsHook"
     with pytest.raises(TypeError, match=wanted):
         train(counted(), 1, [theirs])
 
@@ -400,7 +400,7 @@ def test_a_hook_of_a_graph():
 def test_a_hook_feeds():
     hook = tf.compat.v1.train.FeedFnHook(lambda: {"x": 1.0})
     with pytest.raises(
-        ValueError, match=r"FeedFnHook feeds \['x'\], and there"
+        ValueError, match=r"FeedFnHook feeds \['x'\], but there"
     ):
         train(counted(), 1, [hook])
 
