@@ -351,8 +351,8 @@ def test_other_parameter_servers_are_refused(tmp_path, caplog):
         return tfdist.Trainable(Ahead(step), step, variables={}, min_ps=2)
 
     for checkpoint_dir, why in (
-        (None, "The job has no checkpoint to resume from."),
-        (str(tmp_path / "model"), "Your own `placement` has variables on ps:1"),
+        (None, "The job saves no checkpoint to resume from."),
+        (str(tmp_path / "model"), "Your `placement` has variables on ps:1"),
     ):
         size = ClusterSize(Cluster.from_jobs(jobs, "chief", 0), str(tmp_path))
         with tfdist.MonitoredTrainingSession(
@@ -383,7 +383,7 @@ def test_a_member_that_cannot_be_taken_in_is_refused_once(tmp_path, caplog):
         session._size, size.size = size, 1
         for _ in range(3):
             session.run()
-    assert caplog.text.count("Refused: workers: 1 -> 2. The job has no") == 1
+    assert caplog.text.count("Refused: workers: 1 -> 2. The job saves no") == 1
 
 
 class OnePass(Resizable):

@@ -168,7 +168,7 @@ def test_run_after_a_requested_stop(tmp_path):
         session.request_stop()
         with pytest.raises(RuntimeError, match="should_stop"):
             session.run()
-    with pytest.raises(RuntimeError, match="closed already"):
+    with pytest.raises(RuntimeError, match="already closed"):
         session.close()
     with tf.Graph().as_default():
         step = v1.train.get_or_create_global_step().assign_add(1)
