@@ -338,7 +338,7 @@ def test_storage_that_never_answers(tmp_path, monkeypatch, caplog):
         session._drop(tf.errors.UnavailableError(None, None, "gone"))
     writing._complete.set()
     session._release()
-    assert caplog.text.count("it is given up") == 1
+    assert caplog.text.count("too long and is abandoned") == 1
 
 
 def test_its_error_ends_training(tmp_path, monkeypatch):
