@@ -21,7 +21,7 @@ LOSS = {1000: 0.9, 2000: 0.8, 3000: 0.7, 4000: 0.6, 5000: 0.65}
 
 
 def evaluator(directory, **metrics):
-    """Writes results as an evaluator does, by step."""
+    """Writes results by step, as an evaluator does."""
     writer = tf.summary.create_file_writer(str(directory))
     for name, values in metrics.items():
         for step, value in values.items():

@@ -45,7 +45,7 @@ def test_a_finished_job_runs_no_step(start, caplog):
 
 
 def test_a_hook_that_has_counted_its_steps(caplog):
-    """As in TF1 it counts once; a cell that is run again has another."""
+    """As in TF1 it counts once; a notebook cell run again creates another."""
     hook = basic.StopAtStepHook(num_steps=2)
     with counting_session([hook], start=3) as session:
         while not session.should_stop():
