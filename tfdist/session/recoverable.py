@@ -433,8 +433,7 @@ class RecoverableSession:
             self.input_restored = saved.position_restored
             model, whole = self.model, saved.optimizer_restored
             if self._keeps and not (self.restored_from and whole):
-                what = "No checkpoint contains all variables"
-                raise tf.errors.AbortedError(None, None, what)
+                raise tf.errors.AbortedError(None, None, "Variables not saved")
             if model is not None and not whole:
                 optimizers.begin(model.optimizer, model.trainable_variables)
             if rates and rates != (now := self._rates()):
