@@ -237,7 +237,7 @@ def _(job):
     learns_as_fit(job, lambda d: [callbacks.TensorBoard(d, histogram_freq=1)])
 
 
-@case("TensorBoard(update_freq='batch')", refused="SummarySaverHook writes by")
+@case("TensorBoard(update_freq='batch')", refused="with SummarySaverHook")
 def _(job):
     trained(job, lambda d: [callbacks.TensorBoard(d, update_freq="batch")])
 
@@ -466,12 +466,12 @@ def _(job):
     trained(job, lambda d: [callbacks.SwapEMAWeights()])
 
 
-@case("ProgbarLogger", refused="ProgressHook shows the progress")
+@case("ProgbarLogger", refused="Use ProgressHook to show")
 def _(job):
     trained(job, lambda d: [callbacks.ProgbarLogger()])
 
 
-@case("CallbackList", refused="Give its callbacks one by one")
+@case("CallbackList", refused="Pass its callbacks one by one")
 def _(job):
     trained(job, lambda d: [callbacks.CallbackList([callbacks.History()])])
 

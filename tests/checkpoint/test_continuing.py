@@ -184,7 +184,7 @@ def test_another_learning_rate_is_told(tmp_path, caplog, rate):
         made.train(endless, steps=2)
     saved = made.get_variable_value("sgd/learning_rate")
     assert saved == pytest.approx(0.01)
-    assert ("Learning rates go on as saved" in caplog.text) == (rate != 0.01)
+    assert ("Using the learning rates of" in caplog.text) == (rate != 0.01)
 
 
 @pytest.mark.parametrize("first", ["rate", "schedule"])

@@ -139,7 +139,7 @@ def test_one_that_is_told_to_end(directory, tmp_path, task):
         said = job.output("chief:0")
     leaves = {
         "chief:0": "Told to end (SIGTERM); exit code 143",
-        "worker:1": "worker:1 is told to end (SIGTERM): this process restarts",
+        "worker:1": "worker:1 received SIGTERM: this process restarts",
     }
     assert leaves[task] in said
     saved = re.findall(r"Saved .*-(\d+)\.$", said, re.MULTILINE)

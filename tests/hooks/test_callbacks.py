@@ -36,7 +36,7 @@ STEPS = 8  # Of an epoch.
 def train(
     hooks, last_step, fail_at=(), optimizer=None, metrics=("mse",), **kwargs
 ):
-    """Trains a model; returns it, and the step at the end."""
+    """Trains a model; returns it and the final step."""
     failures, made = list(fail_at), []
 
     def build():
@@ -80,7 +80,7 @@ def fit(these, epochs):
 
 
 class Recorder(callbacks.Callback):
-    """Writes down all calls that it may expect, with all arguments."""
+    """Records all calls of supported methods, with their arguments."""
 
     def __init__(self):
         super().__init__()
@@ -139,7 +139,7 @@ def test_what_a_callback_evaluates_is_not_in_the_logs(name, tmp_path):
 
 
 class Most(keras.metrics.Metric):
-    """The greatest prediction, which is no sum."""
+    """The largest prediction, which does not add up over steps."""
 
     def __init__(self):
         super().__init__(name="most")
@@ -158,14 +158,14 @@ def test_metrics_that_do_not_add_up_have_one_epoch():
     def hooks(*epochs):
         return [KerasCallbackHook([], steps) for steps in epochs]
 
-    with pytest.raises(ValueError, match=r"steps_per_epoch=\[6, 8\]. Give all"):
+    with pytest.raises(ValueError, match=r"steps_per_epoch=\[6, 8\]"):
         train(hooks(8, 6), STEPS, metrics=[Most()])
     train(hooks(8, 8), STEPS, metrics=[Most()])
-    train(hooks(8, 6), STEPS)  # Sums are of any epoch.
+    train(hooks(8, 6), STEPS)  # Sums work with any epochs.
 
 
 def learning_rates(these, make):
-    """Learning rate of each epoch, by a callback that looks at its end."""
+    """The learning rate at the end of each epoch, recorded by a callback."""
     seen = []
     look = callbacks.LambdaCallback(
         on_epoch_end=lambda epoch, logs: seen.append(
@@ -299,7 +299,7 @@ def test_a_recovery_ends_no_epoch_twice(tmp_path):
 
 @pytest.mark.parametrize("stops_at", [-1, 1])
 def test_a_recovery_where_an_epoch_ends_ends_it(stops_at, tmp_path):
-    """As a ps that dies while the epoch's checkpoint is evaluated."""
+    """As if a ps died while the epoch's checkpoint was evaluated."""
 
     class Stops(callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
@@ -322,7 +322,7 @@ def test_a_recovery_where_an_epoch_ends_ends_it(stops_at, tmp_path):
 
 
 class Setting(callbacks.Callback):
-    """Sets rates where an epoch begins and ends, and weights."""
+    """Sets learning rates at the start and end of an epoch, and weights."""
 
     def __init__(self, shift):
         super().__init__()
@@ -344,7 +344,7 @@ class Setting(callbacks.Callback):
     slow_but([(3, 8), (4, 5)], itertools.product([3, 4], [5, 7, 8, 9])),
 )
 def test_a_recovery_loses_and_repeats_nothing_set(saves, fail_at, tmp_path):
-    """With one checkpoint at the end of an epoch, or some in its midst."""
+    """With checkpoints at the end of an epoch only, or also within it."""
     found = []
     ends_again = saves == 3 and fail_at in (7, 8)
     for failures in ([], [fail_at]):
@@ -373,7 +373,7 @@ def test_weights_that_are_not_set_again(tmp_path, caplog):
 
 
 def test_training_that_stops_where_an_epoch_begins():
-    """After a batch, as in `fit`."""
+    """It stops after one batch, as in `fit`."""
 
     class Stops(callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
@@ -411,7 +411,7 @@ def test_evaluations_are_val_logs(tmp_path):
 def test_batches_between_checkpoints_are_counted_through_interruptions(
     tmp_path,
 ):
-    """A recovery at step 10 goes back to 8; a new process begins at 11."""
+    """A recovery at step 10 returns to 8; a new process starts at 11."""
 
     def hook():
         path = str(tmp_path / "{epoch}-{batch}.weights.h5")
@@ -447,7 +447,7 @@ def test_a_hook_may_serve_a_second_session():
 
 
 def test_a_step_function_of_ones_own():
-    """Its logs are those of its last step, as of a `train_step` in `fit`."""
+    """Its logs are those of the last step, as with a `train_step` in `fit`."""
     losses = [4.0, 3.0, 2.0, 5.0, 6.0, float("nan")]
 
     def build():
@@ -489,7 +489,7 @@ def test_a_checkpoint_callback_of_ones_own_may_set_what_is_saved_last():
 
 
 def test_logging_that_replaces_fit_is_warned_of(monkeypatch, caplog, tmp_path):
-    """As MLflow's and Comet's, which wrap it."""
+    """As the autologging of MLflow and Comet does, which wraps `fit`."""
     config = tfdist.RunConfig(tmp_path, cluster=Cluster())
     estimator = tfdist.Estimator(logistic, config)
     estimator.train(lambda: batches().repeat(), max_steps=1)
@@ -508,7 +508,7 @@ def test_logging_that_replaces_fit_is_warned_of(monkeypatch, caplog, tmp_path):
 
 
 def test_terminate_on_nan():
-    """It sees the NaN in the logs of a dispatch."""
+    """The callback sees the NaN in the logs of a dispatch."""
     hook = KerasCallbackHook([callbacks.TerminateOnNaN()], STEPS)
     _, step = train(
         [hook, LoggingTensorHook(["loss"], 2)],
@@ -534,7 +534,7 @@ def test_no_step_is_under_way_when_an_epoch_ends():
 
 
 def test_what_was_not_evaluated_is_not_kept(tmp_path, caplog):
-    """Those of epoch 0 were evaluated; in epoch 1 the weights are others."""
+    """Epoch 0 was evaluated; in epoch 1 the weights are different."""
     best = callbacks.ModelCheckpoint(
         str(tmp_path / "{epoch}.keras"), save_best_only=True
     )
@@ -554,7 +554,7 @@ def test_what_was_not_evaluated_is_not_kept(tmp_path, caplog):
 
 
 def test_what_a_callback_sets_last_is_saved_evaluated_and_exported(tmp_path):
-    """After the last step was saved and evaluated, at `max_steps`."""
+    """The callback sets it at `max_steps`, after saving and evaluating."""
 
     def zero(logs):
         zeros = [0 * w for w in callback.model.get_weights()]
@@ -600,7 +600,7 @@ class TestBatches(callbacks.Callback):
 
 
 def orbax():
-    """Without the package that its constructor looks for."""
+    """Creates a callback without the package that its constructor requires."""
     kind = versions.OrbaxCheckpoint
     if not issubclass(kind, callbacks.Callback):  # Keras 3.12 has none.
         kind = type(kind.__name__, (kind, callbacks.Callback), {})
@@ -615,7 +615,7 @@ REFUSED = {
     "'val_auc': pass `eval_dir`": lambda: callbacks.ModelCheckpoint(
         "best.keras", "val_auc", save_best_only=True
     ),
-    "update_freq=1 counts": lambda: callbacks.TensorBoard(update_freq="batch"),
+    "update_freq=1. Set": lambda: callbacks.TensorBoard(update_freq="batch"),
     "TestBatches.*on_test_batch_end.*EvalSpec": TestBatches,
 }
 
@@ -628,7 +628,7 @@ def test_callbacks_without_a_meaning(message):
 
 @pytest.mark.parametrize("base", [TestBatches, Recorder])
 def test_a_callback_of_others_does_without_methods(base, caplog):
-    """Trackers override methods of batches whatever they log; as told."""
+    """As the message advises for trackers, which always override them."""
     try:
         KerasCallbackHook([base()], STEPS)
         told = caplog.text
@@ -645,7 +645,7 @@ def test_a_callback_of_others_does_without_methods(base, caplog):
 
 
 def test_orbax_is_refused():
-    with pytest.raises(ValueError, match="ModelCheckpoint saves files of"):
+    with pytest.raises(ValueError, match="ModelCheckpoint to save Keras files"):
         KerasCallbackHook([orbax()], STEPS)
 
 
@@ -667,7 +667,7 @@ def test_a_session_without_a_model():
 
 
 class Writes(callbacks.Callback):
-    """As TensorBoard's callback for hyperparameters, if it is `early`."""
+    """If `early`, like TensorBoard's callback for hyperparameters."""
 
     def __init__(self, folder, early):
         super().__init__()
@@ -684,7 +684,7 @@ class Writes(callbacks.Callback):
 
 
 def writing_job(folder, early):
-    """What each task of the next test runs."""
+    """The program of each task in the next test."""
     cluster = Cluster.from_env()
     written = [Writes(f"{folder}/seen", early)] if cluster.is_chief else []
     x = np.ones([8, 4], "float32")
@@ -708,7 +708,7 @@ def test_a_summary_writer_of_before_the_cluster(early, tmp_path):
     with LocalCluster(command, ps=1, workers=1, cwd=HERE.parents[1]) as job:
         assert job.wait(timeout_secs=120) == early, job.output("chief:0")
         output = job.output("chief:0")
-    told = "Writes has a summary writer, `writer`, that was made before"
+    told = "Writes has a summary writer, `writer`, created before"
     assert (told in output) == early
     seen = read_scalars(str(tmp_path / "seen"))
     assert [list(scalars) for scalars in seen.values()] == [["seen"]][early:]
@@ -755,7 +755,7 @@ def test_the_page_names_each_callback_of_keras():
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
 def test_the_page_is_true(row):
-    """What it refuses is refused; its cases and tests are there."""
+    """Callbacks listed as refused are; the named cases and tests exist."""
     name, what, shown = row
     name = name.strip("`")
     made = (MAKE.get(name) or getattr(callbacks, name))()

@@ -24,7 +24,7 @@ SCALARS = {"loss": 0.5, "auc": 0.75}
 
 
 def records(path):
-    """The events of one file, without what differs between two writings."""
+    """The events of a file, without the fields that differ in each write."""
     found = []
     for record in tf.data.TFRecordDataset(str(path)).as_numpy_iterator():
         event = tf.compat.v1.Event.FromString(record)
@@ -78,7 +78,7 @@ def test_one_file_for_a_directory(tmp_path):
 
 
 def test_a_directory_that_is_made_again_gets_a_file_again(tmp_path):
-    """A model_dir that is removed between two jobs of one process."""
+    """The model_dir is removed between two jobs of one process."""
     for step in (1, 2):
         file = event_file(str(tmp_path / "job"))
         file.write_start(step)
@@ -149,7 +149,7 @@ def test_tensorboard_forgets_what_is_void(tmp_path):
 
 
 def test_few_files_stay_open(tmp_path):
-    """Of a process that trains many models, each in a directory."""
+    """A process may train many models, each in its own directory."""
     for trial in range(40):
         event_file(str(tmp_path / str(trial))).write(1, SCALARS)
     gc.collect()
@@ -163,7 +163,7 @@ def test_few_files_stay_open(tmp_path):
 
 
 def test_who_reads_again_reads_what_is_new_alone(tmp_path, monkeypatch):
-    """Hooks do, after each of a job's thousand evaluations."""
+    """Hooks read again after each of a job's thousand evaluations."""
     number = mock.Mock(side_effect=events._number)
     monkeypatch.setattr(events, "_number", number)
     file, reader = EventFile(str(tmp_path)), ScalarReader(str(tmp_path))

@@ -45,7 +45,7 @@ def test_a_finished_job_runs_no_step(start, caplog):
 
 
 def test_a_hook_that_has_counted_its_steps(caplog):
-    """As in TF1 it counts once; a cell that is run again has another."""
+    """As in TF1 it counts once; a notebook cell run again creates another."""
     hook = basic.StopAtStepHook(num_steps=2)
     with counting_session([hook], start=3) as session:
         while not session.should_stop():
@@ -54,7 +54,7 @@ def test_a_hook_that_has_counted_its_steps(caplog):
     assert not caplog.records
     with counting_session([hook], start=5) as session:
         assert session.should_stop()
-    assert "at step 5, counted from its first session on" in caplog.text
+    assert "at step 5. This hook counted `num_steps` from its" in caplog.text
 
 
 def test_num_steps_survives_a_recovery(tmp_path):

@@ -39,7 +39,7 @@ class Terminal(io.StringIO):
 
 
 class Speed(SessionRunHook):
-    """Makes a session believe that it runs so many steps per second."""
+    """Makes a session report this many steps per second."""
 
     def __init__(self, steps_per_sec):
         self.steps_per_sec = steps_per_sec
@@ -77,7 +77,7 @@ def test_a_chief_that_coordinates_tells_its_cpu(monkeypatch):
 
 
 def test_intervals_that_take_no_time_do_not_show():
-    """Steps that were under way already are counted at once."""
+    """Steps that were already running are counted at once."""
 
     class Bursts(Speed):
         def after_run(self, run_context, run_values):

@@ -20,7 +20,7 @@ from tfdist.training.finite import NonFiniteVariablesError
 
 
 class Listener(CheckpointSaverListener):
-    """Writes down what it is told; asks to stop after step `stop_at`."""
+    """Records its calls; requests a stop after step `stop_at`."""
 
     def __init__(self, log, directory=None, stop_at=None):
         self.log, self.directory, self.stop_at = log, directory, stop_at
@@ -117,7 +117,7 @@ def test_saves_what_was_restored_from_elsewhere(tmp_path):
 
 
 def test_takes_the_place_of_the_sessions_own(tmp_path, caplog):
-    """Two would each keep a list, and delete what the other one lists."""
+    """Two savers would each delete checkpoints that the other one lists."""
     hook = CheckpointSaverHook(str(tmp_path), save_steps=2)
     options = {"checkpoint_dir": str(tmp_path), "save_checkpoint_steps": 3}
     count([hook], 7, **options)
@@ -209,13 +209,13 @@ def test_preemption_saves_without_listeners(tmp_path):
         assert log == before
 
 
-# --- Written while steps go on ------------------------------------------------
+# --- Written while steps continue ---------------------------------------------
 
 
 class Writing(SessionRunHook):
     """Checkpoints are complete only after the run that reaches a step.
 
-    Of those of step 0 and of the last one nobody would wait for that.
+    The checkpoints of step 0 and of the last step complete at once.
     """
 
     def __init__(self, monkeypatch, until, last_step):
@@ -321,7 +321,7 @@ def test_it_is_waited_for_after_sigterm(tmp_path, monkeypatch):
 
 
 def test_storage_that_never_answers(tmp_path, monkeypatch, caplog):
-    """At a failure the process restarts itself: a thread cannot be ended."""
+    """After a failure the process restarts, as a thread cannot be killed."""
 
     def restart(reason):
         raise SystemExit(reason)
@@ -338,7 +338,7 @@ def test_storage_that_never_answers(tmp_path, monkeypatch, caplog):
         session._drop(tf.errors.UnavailableError(None, None, "gone"))
     writing._complete.set()
     session._release()
-    assert caplog.text.count("it is given up") == 1
+    assert caplog.text.count("too long and is abandoned") == 1
 
 
 def test_its_error_ends_training(tmp_path, monkeypatch):
@@ -385,7 +385,7 @@ def test_what_could_not_be_written_is_saved_at_the_end(
 
 
 def test_what_can_never_be_written_is_raised(tmp_path, monkeypatch):
-    """At the third time, whatever the step at which it is found out."""
+    """It is raised the third time, at whichever step it is noticed."""
     write, tried = Checkpoints._write, []
 
     def fails(saved, step):

@@ -87,7 +87,7 @@ def test_bad_summaries(kwargs, message):
 
 
 class Clock:
-    """Two seconds pass with each look."""
+    """A clock that advances two seconds with each reading."""
 
     def __init__(self):
         self.now = 1000.0
@@ -169,7 +169,7 @@ def test_warns_when_the_step_stands_still(caplog):
 
 
 class Stale(SessionRunHook):
-    """Gives the session's loop a staleness."""
+    """Sets the staleness that the session's loop returns."""
 
     def __init__(self, counts):
         self.counts = counts
@@ -202,7 +202,7 @@ def test_no_staleness(tmp_path, counts):
 
 @pytest.mark.parametrize("own_saver", [False, True])
 def test_how_full_growing_tables_are(tmp_path, own_saver):
-    """An Estimator tells as often as it saves; each step has two new ids."""
+    """An Estimator writes as often as it saves; each step has two new ids."""
 
     def model_fn():
         ids = keras.Input([2], dtype="int64")

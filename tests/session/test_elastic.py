@@ -1,4 +1,4 @@
-"""Workers that come and go while a job trains: real processes, real signals."""
+"""Workers join and leave while a job trains: real processes and signals."""
 
 import json
 import pathlib
@@ -35,7 +35,7 @@ from tfdist.training.loop import Loop, unwatched
 
 
 class Resizable(Launched):
-    """A job of a launcher that has workers to spare."""
+    """A job whose launcher can start more workers."""
 
     module = "tests.recovery_job"
 
@@ -50,13 +50,13 @@ class Resizable(Launched):
         subprocess.run(command, check=True, cwd=ROOT, timeout=120)
 
     def goes_on(self, lines=3):
-        """Waits for progress beyond now."""
+        """Waits for further progress."""
         step = r"^\[chief:0\] step +\d"
         count = len(re.findall(step, self.output, re.MULTILINE)) + lines
         self.wait_for(rf"(?:{step}(?:.|\n)*?){{{count}}}")
 
     def longest_pause(self, pattern):
-        """Seconds without progress, until a line comes."""
+        """Returns the seconds without progress until a line is written."""
         longest, count, since = 0.0, 0, time.monotonic()
         while not re.search(pattern, self.output, re.MULTILINE):
             assert self._process.poll() is None, self.output
@@ -69,18 +69,18 @@ class Resizable(Launched):
         return longest
 
     def serves_again(self, task):
-        """Waits for a task that was killed; it may be back at once."""
+        """Waits for a killed task, which may be back at once."""
         self.wait_for(rf"{task}: SIGKILL(.|\n)*INFO Task {task} serves")
 
     def end(self):
-        """Waits for the steps that are left, of which none sleeps."""
+        """Waits for the remaining steps, which do not sleep."""
         self._hurry.touch()
         assert self._process.wait(180) == 0, self.output
         self._reader.join()
 
 
 class Ahead(Loop):
-    """Steps of which as many are under way as may be."""
+    """A loop that runs as many steps ahead as it may."""
 
     resizable = True
     step = 0
@@ -99,7 +99,7 @@ class Ahead(Loop):
 
 
 def test_a_change_before_the_last_step():
-    """No step is made beyond, though those under way are waited for."""
+    """The last step is not exceeded, though running steps are waited for."""
     jobs = {"chief": ["c:1"], "worker": ["w:1", "w:2"], "ps": ["p:1"]}
     size = ClusterSize(Cluster.from_jobs(jobs, "chief", 0), None)
     made = []
@@ -121,7 +121,7 @@ def test_a_change_before_the_last_step():
 
 
 class Stale(Ahead):
-    """A loop that loses a server, and whose functions then never work."""
+    """A loop that loses a server and whose functions fail from then on."""
 
     own_variables = ()
     is_kept = False
@@ -141,7 +141,7 @@ class Stale(Ahead):
 def test_functions_that_fail_after_they_were_kept_are_made_anew(
     tmp_path, compiles
 ):
-    """At once, if a worker compiled one of them while a server died."""
+    """Immediately, if a worker was compiling one when a server died."""
     made = []
 
     def build_fn():
@@ -180,7 +180,7 @@ def test_1_to_3_to_2_by_the_launcher(tmp_path):
         job.wait_for(r"^\[chief:0\] INFO workers: 3 -> 2$")
         job.wait_for(r"^\[chief:0\] step .*2/2 workers$")
         job.wait_for(r"^\[launch\] worker:2: exit code 0; the job has 2")
-        # From here on as any job of two.
+        # From here on it behaves like any job of two workers.
         job.kill("worker:0")
         job.serves_again("worker:0")
         assert not re.search("Failed at|Recovered|restarts itself", job.output)
@@ -247,7 +247,7 @@ def test_by_the_file_elsewhere(tmp_path):
 @pytest.mark.alone
 @pytest.mark.soak
 def test_a_worker_that_died_is_let_go(tmp_path):
-    """What TensorFlow waits for stays away: the chief restarts itself."""
+    """TensorFlow would wait for the dead worker: the chief restarts itself."""
     model_dir = tmp_path / "model"
     flags = ["--max_steps=1200", "--save_steps=100000"]
     with start(model_dir, *flags, workers=2) as job:
@@ -267,7 +267,7 @@ def test_a_worker_that_died_is_let_go(tmp_path):
 @pytest.mark.alone
 @pytest.mark.soak
 def test_synchronous_steps(tmp_path):
-    """Whose accumulators are those of a number of workers."""
+    """The size of their accumulators depends on the number of workers."""
     model_dir = tmp_path / "model"
     ask_for(model_dir, 2)
     flags = ["--max_steps=600", "--backup_workers=1", "--save_steps=100000"]
@@ -286,7 +286,7 @@ def test_synchronous_steps(tmp_path):
 @pytest.mark.slow
 @pytest.mark.alone
 def test_other_parameter_servers(tmp_path):
-    """What they hold is dealt anew, from a checkpoint of this very step."""
+    """Their variables are redistributed from a checkpoint of this very step."""
     launcher = ["--ps=1:3", "--workers=1:2"]
     flags = ["--max_steps=1400", "--save_steps=100000", "--dynamic"]
     with Resizable(tmp_path / "model", launcher, *flags) as job:
@@ -332,7 +332,7 @@ def test_kills_around_a_change_of_the_parameter_servers(tmp_path):
         job.kill(CHIEF)
         job.start("ps:2")
         job.wait_for_line(CHIEF, "step .* 3/3 ps, 2/2 workers$")
-        # One of those that are to go dies before it is let go.
+        # One of the tasks to be removed dies before its removal.
         job.kill("ps:2")
         ask_for(model_dir, 1, ps=1)
         job.wait_for_line(CHIEF, "step .* 1/1 ps, 1/1 workers$")
@@ -342,7 +342,7 @@ def test_kills_around_a_change_of_the_parameter_servers(tmp_path):
 
 
 def test_other_parameter_servers_are_refused(tmp_path, caplog):
-    """What says why, and takes the file back."""
+    """The log says why, and the file is restored."""
     jobs = {"chief": ["c:1"], "worker": ["w:1"], "ps": ["p:1", "p:2"]}
     ask_for(tmp_path, 1)
 
@@ -351,8 +351,8 @@ def test_other_parameter_servers_are_refused(tmp_path, caplog):
         return tfdist.Trainable(Ahead(step), step, variables={}, min_ps=2)
 
     for checkpoint_dir, why in (
-        (None, "The job has no checkpoint to resume from."),
-        (str(tmp_path / "model"), "Your own `placement` has variables on ps:1"),
+        (None, "The job saves no checkpoint to resume from."),
+        (str(tmp_path / "model"), "Your `placement` has variables on ps:1"),
     ):
         size = ClusterSize(Cluster.from_jobs(jobs, "chief", 0), str(tmp_path))
         with tfdist.MonitoredTrainingSession(
@@ -370,7 +370,7 @@ def test_other_parameter_servers_are_refused(tmp_path, caplog):
 
 
 def test_a_member_that_cannot_be_taken_in_is_refused_once(tmp_path, caplog):
-    """All-reduce by two of the three that the file asks for."""
+    """All-reduce with two of the three processes that the file requests."""
     jobs = {"chief": ["c:1"], "worker": ["w:1", "w:2"]}
     ask_for(tmp_path, 2, min_workers=1)
 
@@ -383,7 +383,7 @@ def test_a_member_that_cannot_be_taken_in_is_refused_once(tmp_path, caplog):
         session._size, size.size = size, 1
         for _ in range(3):
             session.run()
-    assert caplog.text.count("Refused: workers: 1 -> 2. The job has no") == 1
+    assert caplog.text.count("Refused: workers: 1 -> 2. The job saves no") == 1
 
 
 class OnePass(Resizable):
@@ -407,5 +407,5 @@ def test_one_pass_of_a_job_that_is_resized(tmp_path):
     print(f"\n{lost} of 2000 lost; by worker: {workers}")
     assert set(examples) <= {0, 1}
     assert all(workers)
-    # What was on its way to the worker that left, as if it had died.
+    # Batches on their way to the worker that left, as if it had died.
     assert lost <= 6 * BATCH

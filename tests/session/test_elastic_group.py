@@ -1,4 +1,4 @@
-"""All-reduce groups that change their size: real processes, real signals."""
+"""All-reduce groups that change size: real processes, real signals."""
 
 import re
 
@@ -25,7 +25,7 @@ class Group(Resizable):
     module = "tests.all_reduce_job"
 
     def goes_on_with(self, number, count=1):
-        """Waits for a group of so many workers to have made a step."""
+        """Waits until a group of this many workers has run a step."""
         group = rf"^\[chief:0\] INFO Takes part: chief, {number} worker"
         self.wait_for(rf"(?:{group}(?:.|\n)*?){{{count}}}step +\d")
 
@@ -34,7 +34,7 @@ class Group(Resizable):
         return re.findall(pattern, self.output, re.MULTILINE)
 
     def digests(self):
-        """The step and weights with which the processes have ended."""
+        """The step and weights at which the processes ended."""
         pattern = r"^\[(\S+)\] step (\d+) digest (\w+)$"
         found = re.findall(pattern, self.output, re.MULTILINE)
         return {task: (step, digest) for task, step, digest in found}
@@ -42,7 +42,7 @@ class Group(Resizable):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """The weights of a group of two processes that stays as it is."""
+    """The weights of a group of two processes that does not change."""
     model_dir = tmp_path_factory.mktemp("undisturbed")
     with Group(model_dir, ["--workers=1"], *PLAIN) as job:
         job.end()
@@ -57,7 +57,7 @@ def weights(model_dir):
 
 @pytest.mark.alone
 def test_2_to_3_to_2_processes(tmp_path, undisturbed):
-    """Each example once in each step, whoever computes it."""
+    """Each step uses each example once, whichever process computes it."""
     launcher = ["--workers=1:2"]
     flags = [*PLAIN, "--pace_secs=0.3", "--save_steps=100000"]
     with Group(tmp_path / "model", launcher, *flags) as job:
@@ -82,7 +82,7 @@ def test_2_to_3_to_2_processes(tmp_path, undisturbed):
 
 @pytest.mark.alone
 def test_one_that_is_gone_for_good(tmp_path, undisturbed):
-    """The others go on, from the last checkpoint; later it is back."""
+    """The others resume from the last checkpoint; later it returns."""
     launcher = ["--workers=1:2", "--max_restarts=0", "--last_call_timeout=3"]
     flags = [*PLAIN, "--pace_secs=0.3", "--save_steps=20"]
     with Group(tmp_path / "model", launcher, *flags) as job:
@@ -102,7 +102,7 @@ def test_one_that_is_gone_for_good(tmp_path, undisturbed):
 
 @pytest.mark.alone
 def test_what_would_change_the_global_batch(tmp_path):
-    """48 examples for 2, 3 or 4 processes, and not for 5."""
+    """48 examples can be divided among 2, 3 or 4 processes, but not 5."""
     launcher = ["--workers=1:4"]
     flags = ["--own_batches", "--max_steps=400", "--pace_secs=0.3"]
     with Group(tmp_path / "model", launcher, *flags) as job:

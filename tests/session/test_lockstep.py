@@ -1,4 +1,4 @@
-"""Processes of all-reduce at the same step, without other processes."""
+"""All-reduce processes stay at the same step; tested in one process."""
 
 import pytest
 import tensorflow as tf
@@ -9,7 +9,7 @@ from tfdist.session import lockstep
 
 
 class Told:
-    """Peers of a leader or a follower whom `commands` are told."""
+    """Fake peers of a leader or follower that receives `commands`."""
 
     name = "worker:0"
 
@@ -31,7 +31,7 @@ class Told:
 
 @pytest.fixture
 def follower(tmp_path, monkeypatch):
-    """Makes what a worker has in the place of its session's."""
+    """Creates a worker's `Lockstep`, outside a session."""
 
     def make(commands, positions=None):
         peers = Told(commands)
@@ -49,7 +49,7 @@ def follower(tmp_path, monkeypatch):
 
 
 def test_positions_are_saved_by_one_object(tmp_path, follower):
-    """A session keeps all that it makes, to wait for what they write."""
+    """The session keeps every object it creates, to wait for its writes."""
     made, data = [], iter(tf.data.Dataset.range(9))
 
     def positions(directory):
@@ -69,7 +69,7 @@ def test_positions_are_saved_by_one_object(tmp_path, follower):
 
 @pytest.mark.parametrize("command", [{"run": 3}, {"end": True}])
 def test_a_hook_that_the_leader_has_not(command, follower):
-    """It would take what the next steps wait for."""
+    """Such a hook would consume the announcement meant for the next steps."""
     group = follower([{"agreed": 1}, command])
     assert group.next("agreed") == 1
     with pytest.raises(RuntimeError, match="must have the same hooks"):

@@ -15,7 +15,7 @@ import tensorflow as tf
 from tfdist.checkpoint import checkpoints
 from tfdist.launch.testing import LocalCluster, assert_nothing_left
 
-# Faults at times of their own, which a busy machine would shift.
+# Faults occur at fixed times, which a busy machine would shift.
 pytestmark = pytest.mark.alone
 
 ROOT = Path(__file__).parents[2]
@@ -56,12 +56,12 @@ class Stopwatch:
 
 
 def found(job, pattern, task=CHIEF):
-    """All that has matched in a task's output so far."""
+    """All matches in a task's output so far."""
     return re.findall(pattern, job.output(task), re.MULTILINE)
 
 
 def goes_on(job, lines=3, task=CHIEF, timeout_secs=90):
-    """Waits for progress beyond now; returns the step."""
+    """Waits for further progress; returns the step."""
     count = len(found(job, PROGRESS, task)) + lines
     return int(
         job.wait_for_line(
@@ -94,7 +94,7 @@ def pids(job, *jobs):
 
 
 def assert_ends_at(model_dir, max_steps):
-    """The last checkpoint is complete and counts exactly so many steps."""
+    """Checks that the last checkpoint is complete and of exactly this step."""
     path = tf.train.latest_checkpoint(model_dir)
     assert checkpoints.step_of(path) == max_steps
     values = tensors(path)
@@ -119,7 +119,7 @@ def tensors(path):
     }
 
 
-# --- Killed, one after the other, in one job ---------------------------------
+# --- Tasks killed one after the other in one job -----------------------------
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +129,7 @@ def model_dir(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def job(model_dir):
-    """A job without an end, whose tasks are started again a second later."""
+    """An endless job whose tasks are restarted after a second."""
     with start(model_dir, restart_secs=1.0) as job:
         job.wait_until_step(SAVE_STEPS, timeout_secs=120)
         yield job
@@ -138,7 +138,7 @@ def job(model_dir):
 
 @pytest.mark.slow
 def test_nothing_is_traced_once_steps_run(job):
-    """A task that is frozen would hold the chief up, Python's lock and all."""
+    """Tracing would block on a frozen task, and hold Python's global lock."""
     job.wait_for_line(CHIEF, r"Saved .*-300\.$")
     output = job.output(CHIEF)
     # The only evaluation of this job is that of step 100.
@@ -182,7 +182,7 @@ def test_ps_killed_comes_back(job, killed):
     line = next_line(job, FAILED, before[0])
     watch.say(line[0])
     assert killed[0] in line[0]
-    # Where it has failed, a checkpoint may be under way.
+    # A checkpoint may have been in progress at the step that failed.
     under_way = int(line[1]) // SAVE_STEPS * SAVE_STEPS
     line = next_line(job, CONTINUES, before[1])
     saved = last_saved(job.output(CHIEF)[: line.start()])
@@ -195,10 +195,10 @@ def test_ps_killed_comes_back(job, killed):
     )
     assert recovered + restarted == 1
     if killed == ["ps:0"]:
-        # The model and its functions go on with other memory.
+        # The model and its functions are kept, with newly allocated variables.
         assert (failed, restarted, built) == (1, 0, 0)
     else:
-        # With a worker gone as well, the first attempt may fail, too, and the
+        # With a worker lost as well, the first attempt may also fail, and the
         # process may have to restart itself.
         assert failed in (1, 2), job.output(CHIEF)
     assert job.pid(CHIEF) == chief
@@ -245,9 +245,9 @@ def test_chief_killed_and_started_again(job):
 
 @pytest.fixture(scope="module")
 def second_life(job, model_dir):
-    """The step at which SIGTERM stopped the job, and the chief that follows.
+    """The step at which SIGTERM stopped the job, and the next chief.
 
-    That one has 137 steps more to do.
+    The next chief has 137 steps left to run.
     """
     goes_on(job, 1)
     watch = Stopwatch("SIGTERM to the chief")
@@ -273,7 +273,7 @@ def test_sigterm_to_the_chief_loses_nothing(job, second_life):
 
 @pytest.mark.slow
 def test_worker_stays_away(job, second_life, model_dir):
-    """The job ends with a worker that was killed and taken back before."""
+    """The job ends with a worker that had been killed and had rejoined."""
     step, chief = second_life
     watch = Stopwatch("worker stays away")
     job.set_restart_secs("worker:0", None)
@@ -288,12 +288,12 @@ def test_worker_stays_away(job, second_life, model_dir):
         assert wait_for_exit(job, task) == 0
 
 
-# --- Cut off from the servers -------------------------------------------------
+# --- Connections to the servers lost ------------------------------------------
 
 
 @pytest.mark.slow
 def test_workers_lose_their_connections_to_the_servers(tmp_path):
-    """The step fails, and its input with it: that does not end the data."""
+    """The step and its input fail, which must not count as the data's end."""
     told, model_dir = tmp_path / "told", tmp_path / "model"
     flags = [f"--cut_when={told}", "--max_steps=300", "--step_secs=0.01"]
     with start(model_dir, *flags, workers=1) as job:
@@ -313,7 +313,7 @@ def test_workers_lose_their_connections_to_the_servers(tmp_path):
 @pytest.mark.slow
 @pytest.mark.soak
 def test_servers_start_anew_after_many_connections(tmp_path):
-    """Which costs one more recovery, and no step."""
+    """The restart costs one more recovery, but no step."""
     flags = ["--max_steps=900", "--most_connections=3"]
     with start(tmp_path / "model", *flags, restart_secs=1.0) as job:
         others = ["ps:1", "worker:0", "worker:1"]
@@ -396,7 +396,7 @@ def test_nan_keeps_the_last_good_checkpoint(servers, tmp_path):
 
 @pytest.mark.slow
 def test_ps_stays_away(servers, tmp_path):
-    """Also the next chief, which misses it from the start, names it."""
+    """The error names it, also in the next chief, which never saw it."""
     address = re.escape(f"ps:0 at 127.0.0.1:{servers.ports()['ps:0']}")
     chief = add_chief(servers, tmp_path)
     goes_on(servers, 1, chief)
@@ -426,9 +426,9 @@ def frozen_dir(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def frozen_job(frozen_dir):
-    """A job whose tasks are not started again: nothing may be killed.
+    """A job whose tasks are not restarted: nothing may be killed.
 
-    It saves so often that a fault is bound to meet a checkpoint.
+    It saves so often that every fault coincides with a checkpoint.
     """
     with start(frozen_dir, "--save_steps=20") as job:
         job.wait_until_step(SAVE_STEPS, timeout_secs=120)
@@ -489,7 +489,7 @@ def test_ps_frozen(frozen_job, ps):
 @pytest.mark.soak
 @pytest.mark.parametrize("secs", [10, 75])
 def test_chief_frozen(frozen_job, secs):
-    """Up to a minute it loses nothing; then the servers may give it up."""
+    """Up to a minute it loses nothing; then the servers may free its state."""
     job = frozen_job
     step = goes_on(job, 1)
     before = found(job, FAILED), found(job, CONTINUES)
@@ -530,7 +530,7 @@ def test_network_cut(frozen_job):
 @pytest.mark.slow
 @pytest.mark.soak
 def test_job_that_was_frozen_ends_exactly(frozen_job, frozen_dir):
-    """With the worker alone that was frozen."""
+    """Only the worker that had been frozen earlier remains."""
     job = frozen_job
     job.terminate(CHIEF)
     assert job.exit_codes()[CHIEF] == [143]

@@ -1,4 +1,4 @@
-"""What is decided about a failure, without a cluster."""
+"""Decisions about failures, tested without a cluster."""
 
 import os
 import re
@@ -66,7 +66,7 @@ def test_choose_action(error, lost, failures, expected):
 
 
 def repeated(failures, *events):
-    """Whether each error, of a hook or not, at its step, is the user's."""
+    """Yields for each event whether it is a user error."""
     for message, step, in_hook in events:
         error = op_error("UnavailableError", message)
         error.in_hook = in_hook
@@ -81,7 +81,7 @@ def test_whose_error_it_is(monkeypatch):
     assert list(repeated(new(), a, a, a)) == [False, False, True]
     assert not any(repeated(new(), a, a, b, a, a, later, a, a))
     assert not any(repeated(new(), *[remote] * 9))
-    # Also if it becomes another process each time.
+    # Also if the process restarts each time.
     for expected in (False, False, True):
         failures = new()
         assert list(repeated(failures, a)) == [expected]
@@ -92,7 +92,7 @@ def test_whose_error_it_is(monkeypatch):
 
 
 def test_failures_are_counted_across_processes(monkeypatch):
-    """Else what fails at its first step would restart itself for ever."""
+    """Otherwise a job that fails at its first step would restart forever."""
     monkeypatch.delenv("TFDIST_FAILURES", raising=False)
     for before in (0, 4, 8):
         failures = recovery.Failures()
@@ -151,7 +151,7 @@ def test_only_the_current_generation_passes():
     ],
 )
 def test_choose_action_in_sync(error, expected):
-    """TensorFlow connects no two processes of an all-reduce job again."""
+    """TensorFlow cannot reconnect the processes of an all-reduce job."""
     assert recovery.choose_action(error, {}, in_sync=True) is expected
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints that are written while steps go on; deaths in the midst.
+"""Checkpoints written while steps continue, and deaths meanwhile.
 
 Real processes, real signals.
 """
@@ -27,7 +27,7 @@ from tests.session.test_recovery import (
 from tfdist.checkpoint import checkpoints
 from tfdist.launch.testing import LocalCluster, assert_nothing_left
 
-# Faults at times of their own, which a busy machine would shift.
+# Faults occur at fixed times, which a busy machine would shift.
 pytestmark = [pytest.mark.alone, pytest.mark.slow]
 
 MAX_STEPS, SAVE_STEPS = 600, 100
@@ -56,7 +56,7 @@ def alone_dir(tmp_path_factory):
 
 @functools.cache
 def replayed(model_dir, steps):
-    """What one process has saved, without a fault, at each of some steps."""
+    """What one process saves at certain steps without any fault."""
     flags = f"--save_at={[*steps]}", f"--max_steps={max(steps)}"
     alone = command(model_dir, *flags, "--step_secs=0", "--save_secs=9999")
     done = subprocess.run(alone, cwd=ROOT, capture_output=True, timeout=900)
@@ -65,9 +65,9 @@ def replayed(model_dir, steps):
 
 
 def assert_are_of_their_steps(model_dir, alone_dir, ahead=0, since=MAX_STEPS):
-    """Every checkpoint has the values of its step, bit by bit.
+    """Every checkpoint has exactly the values of its step.
 
-    From step `since` on a number may be of so many steps `ahead`.
+    From step `since` on, a value may be up to `ahead` steps newer.
     """
     saved = {
         checkpoints.step_of(path): tensors(path)
@@ -86,7 +86,7 @@ def assert_are_of_their_steps(model_dir, alone_dir, ahead=0, since=MAX_STEPS):
 
 
 def steps_while_writing(output):
-    """How many steps were made before each checkpoint was complete."""
+    """How many steps ran before each checkpoint was complete."""
     made, at = [], 0
     for line in output.splitlines():
         if match := re.match(r"At (\d+)\.", line):
@@ -97,7 +97,7 @@ def steps_while_writing(output):
 
 
 def kill_in_mid_write(job, model_dir, task):
-    """Kills a task while a checkpoint is written; says of which step."""
+    """Kills a task while a checkpoint is written; returns its step."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         pid = job.pid(task)
@@ -110,7 +110,7 @@ def kill_in_mid_write(job, model_dir, task):
         os.kill(pid, signal.SIGKILL)
         step = re.search(r"-(\d+)_temp", writing[0].name)[1]
         time.sleep(0.3)
-        # A dead chief's servers may still write its index; it does not count.
+        # A dead chief's servers may still write its index: that is ignored.
         newest = checkpoints.latest(str(model_dir))
         if newest is None or checkpoints.step_of(newest) < int(step):
             return int(step)
@@ -140,10 +140,10 @@ def test_each_is_of_its_step(tmp_path, alone_dir, tasks):
 
 
 def test_killed_at_random_moments(tmp_path):
-    """It saves every second. What is restored is right, and a second old.
+    """A job that saves every second restores correct, second-old values.
 
-    A worker leaves one step half done, which another makes again: then numbers
-    are of the step or of the one after it. So it is killed last.
+    A dead worker leaves a half-applied step that another repeats, so values
+    may be of that step or the next one. It is therefore killed last.
     """
     model_dir, lost = tmp_path / "model", []
     random = np.random.default_rng()

@@ -23,7 +23,7 @@ from tfdist.session.monitored_session import MonitoredTrainingSession, Trainable
 
 
 class Recorder(SessionRunHook):
-    """Writes down what it is called for; wants to look every `every` steps."""
+    """Records its calls; `every` is its cadence in steps."""
 
     def __init__(self, log, name="hook", every=None, stop_at=None):
         self.log, self.name = log, name
@@ -67,7 +67,7 @@ class Raiser(SessionRunHook):
 
 
 def make(dataset=None, hidden=list, **kwargs):
-    """A `build_fn`; `made` lists what it has made."""
+    """Returns a `build_fn`; its `made` lists what it has built."""
 
     def build():
         model = logistic(hidden=hidden(), **kwargs)
@@ -83,7 +83,7 @@ def make(dataset=None, hidden=list, **kwargs):
 
 
 def counted():
-    """The same, of steps that only count: nothing is traced."""
+    """Returns a `build_fn` whose steps only count: nothing is traced."""
 
     def build():
         global_step = tf.Variable(0, dtype=tf.int64)
@@ -101,7 +101,7 @@ def more():
 
 
 def train(build, max_steps=5, hooks=(), **kwargs):
-    """A whole session; returns it."""
+    """Runs a whole session and returns it."""
     hooks = [*hooks, StopAtStepHook(last_step=max_steps)]
     with MonitoredTrainingSession(build, hooks=hooks, **kwargs) as session:
         while not session.should_stop():
@@ -145,7 +145,7 @@ def test_number_of_steps_is_exact(max_steps):
 
 
 def test_a_hook_that_wants_no_step_is_named():
-    """Or the session would run none, for ever."""
+    """Otherwise the session would run no step, forever."""
 
     class Eager(SessionRunHook):
         def steps_until_next(self, step):
@@ -157,7 +157,7 @@ def test_a_hook_that_wants_no_step_is_named():
 
 
 class Steps(tf.compat.v1.train.SessionRunHook):
-    """A TF1 hook: writes down the losses; says nothing of steps."""
+    """A TF1 hook that records losses, without `steps_until_next`."""
 
     def __init__(self, library):
         self.library, self.losses = library, []
@@ -171,7 +171,7 @@ class Steps(tf.compat.v1.train.SessionRunHook):
 
 
 class OurSteps(SessionRunHook):
-    """The same, as one of tfdist's."""
+    """The same, as a tfdist hook."""
 
     def __init__(self, library):
         self.losses = []
@@ -182,7 +182,7 @@ class OurSteps(SessionRunHook):
 
 @pytest.mark.parametrize("kind", [Steps, OurSteps])
 def test_a_hook_that_says_nothing_sees_every_step(kind, caplog):
-    """As in TF1, whose session is run beside."""
+    """As in TF1, whose session runs for comparison."""
     theirs = Steps(tf.compat.v1.train)
     tf1(
         Training(
@@ -255,10 +255,10 @@ def test_a_step_function_runs_once_a_run():
         assert session.run() == {"loss": 1.5}
         assert session.run() == {"loss": 1.0}
         assert session.should_stop()
-        with pytest.raises(RuntimeError, match="after the session was told"):
+        with pytest.raises(RuntimeError, match="after the session had stopped"):
             session.run()
     assert seen == [{"a": 1.5, "b": [1.5]}, {"a": 1.0, "b": [1.0]}]
-    with pytest.raises(RuntimeError, match="closed already"):
+    with pytest.raises(RuntimeError, match="already closed"):
         session.close()
 
 
@@ -305,7 +305,7 @@ def test_a_step_function_on_parameter_servers_runs_on_the_chief(tmp_path):
         assert wait_for(lambda: all(tasks.exit_codes().values()), 60)
         assert set(map(tuple, tasks.exit_codes().values())) == {(0,)}
     assert "at step 2" in output
-    assert "runs here: workers train nothing" in output
+    assert "workers do not train" in output
 
 
 JOBS = """
@@ -346,7 +346,7 @@ if history:
 
 @pytest.mark.slow
 def test_the_jobs_of_one_program(tmp_path):
-    """Servers serve one after the other, also one that is started again."""
+    """Servers serve job after job, even a restarted one."""
     (tmp_path / "job.py").write_text(JOBS)
     job = [sys.executable, "job.py"]
     cluster = LocalCluster(job, ps=1, workers=1, cwd=tmp_path, restart_secs=1.0)
@@ -390,9 +390,9 @@ def test_a_hook_asks_for_nothing(fetches):
 
 
 def test_a_hook_of_a_graph():
-    """Refused before training; `FinalOpsHook` had failed at its end."""
+    """It is refused before training, rather than failing at the end."""
     theirs = tf.compat.v1.train.FinalOpsHook("loss")
-    wanted = r"own FinalOpsHook works in a graph.*Take tfdist's FinalOpsHook"
+    wanted = r"own FinalOpsHook needs a graph.*Use tfdist's FinalOpsHook"
     with pytest.raises(TypeError, match=wanted):
         train(counted(), 1, [theirs])
 
@@ -400,7 +400,7 @@ def test_a_hook_of_a_graph():
 def test_a_hook_feeds():
     hook = tf.compat.v1.train.FeedFnHook(lambda: {"x": 1.0})
     with pytest.raises(
-        ValueError, match=r"FeedFnHook feeds \['x'\], and there"
+        ValueError, match=r"FeedFnHook feeds \['x'\], but there"
     ):
         train(counted(), 1, [hook])
 
@@ -465,7 +465,7 @@ def test_a_hook_that_raises(method, tmp_path):
     ended = [what for _, what, _ in log].count("end")
     assert ended == (method == "end")
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    # What was saved before is whole, and the next job goes on from there.
+    # The earlier checkpoint is complete, and the next job resumes from it.
     if method not in ("begin", "after_create_session"):
         assert train(counted(), 5, checkpoint_dir=str(tmp_path)).step == 5
 
@@ -491,7 +491,7 @@ def test_no_trainable():
 
 @pytest.mark.parametrize("role", ["worker", "ps", "evaluator"])
 def test_only_the_chief_has_a_session(role):
-    """At once: to wait for the cluster would be to wait for itself."""
+    """Refused at once: a task waiting for its cluster would await itself."""
     roles = ("chief", "worker", "ps", "evaluator")
     jobs = {other: [f"{other}:1"] for other in roles}
     cluster = Cluster.from_jobs(jobs, role, 0)
@@ -534,7 +534,7 @@ def test_without_checkpoints_it_starts_over():
     ],
 )
 def test_what_a_hook_raises_again_and_again_is_raised(method, kind, tmp_path):
-    """With steps in between, which made it a new failure each time."""
+    """Steps in between would otherwise make each a new failure."""
     error = getattr(tf.errors, kind)(None, None, "the user's own")
     at = None if method == "after_create_session" else 4
     build = counted()
@@ -658,7 +658,7 @@ def test_who_is_not_the_chief_waits_for_a_checkpoint(tmp_path):
 
 
 def test_what_is_being_written_is_removed_by_the_chief_alone(tmp_path):
-    """Who else restores would have the chief's save fail."""
+    """If another process removed it, the chief's save would fail."""
     train(counted(), 3, checkpoint_dir=str(tmp_path))
     part = tmp_path / "model.ckpt-9_temp" / "part-0"
     part.parent.mkdir()
@@ -672,7 +672,7 @@ def test_what_is_being_written_is_removed_by_the_chief_alone(tmp_path):
 
 
 def test_what_a_kill_has_left_is_removed_wherever_is_saved(tmp_path):
-    """Also TensorFlow's list of checkpoints, before it gets its name."""
+    """Also the temporary file of TensorFlow's list of checkpoints."""
     first, second = tmp_path / "first", tmp_path / "second"
     for last_step in (2, 4):
         for directory in (first, second) if last_step == 4 else ():
@@ -713,13 +713,13 @@ GLOROT = keras.initializers.GlorotUniform(seed=5)
 
 
 def shuffled():
-    """Batches in an order that the position in it alone tells."""
+    """Batches whose order is determined by the position alone."""
     return batches(64, 4).shuffle(16, seed=3).repeat().prefetch(2)
 
 
 @pytest.mark.slow
 def test_interrupted_is_as_uninterrupted(tmp_path):
-    """Weights, slots, dropout masks and the next batch, bit by bit."""
+    """Weights, slots, dropout masks and the next batch are identical."""
 
     def build():
         keras.utils.set_random_seed(1)  # Also of what is made before the model.
@@ -750,7 +750,7 @@ def test_interrupted_is_as_uninterrupted(tmp_path):
 
 
 def test_another_input_is_read_from_its_start(tmp_path, caplog):
-    """Though it has the same ops: as other files, or another batch size."""
+    """Even if its ops are the same: other files, or another batch size."""
     first, second = batches(64, 4).repeat(), batches(64, 8).repeat()
 
     def build(dataset):
@@ -780,7 +780,7 @@ def test_an_input_whose_position_cannot_be_saved(tmp_path, caplog):
 
 @pytest.mark.slow
 def test_a_step_that_never_succeeds_ends_the_job(tmp_path):
-    """Though the chief of a cluster restarts its process meanwhile."""
+    """Even though the chief of a cluster restarts its process meanwhile."""
     program = (
         "import tensorflow as tf, tfdist\n"
         "from tfdist.cluster import servers\n"

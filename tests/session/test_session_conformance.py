@@ -1,4 +1,4 @@
-"""tfdist's session beside TF1's, which TensorFlow 2.21 still has.
+"""Compares tfdist's session with TF1's, which TensorFlow 2.21 still has.
 
 Each training is run by both, and what happened must be the same: which hooks
 are called in which order, what is raised, which checkpoints and summaries are
@@ -35,7 +35,7 @@ unavailable = tf.errors.UnavailableError(None, None, "u")
 
 
 def scripted(*scripts, stop=2):
-    """Hooks h1, h2, ... with these scripts, and one that stops."""
+    """Returns hooks h1, h2, ... with these scripts, and one that stops."""
     return lambda library, log: [
         *(Scripted(f"h{i}", log, s) for i, s in enumerate(scripts, 1)),
         library.StopAtStepHook(last_step=stop),
@@ -119,7 +119,7 @@ def test_calls_errors_and_checkpoints(name, tmp_path):
 
 
 class Thread(v1.train.SessionRunHook):
-    """Starts one with each session; it may stay until `released`."""
+    """Starts a thread in each session; it may stay until `released`."""
 
     def __init__(self, log, released=None):
         self._log, self._released = log, released
@@ -142,7 +142,7 @@ class Thread(v1.train.SessionRunHook):
 @pytest.mark.parametrize("error", [None, ValueError("boom"), aborted], ids=str)
 @pytest.mark.parametrize("stays", [False, True])
 def test_threads_of_hooks(error, stays):
-    """They end with their session, well or not, or are left alone."""
+    """They end with their session, even a failed one, or are left running."""
     logs, before = [], threading.active_count()
     for play in (tf1, ours):
         released = threading.Event() if stays else None
@@ -168,7 +168,7 @@ def test_run_after_a_requested_stop(tmp_path):
         session.request_stop()
         with pytest.raises(RuntimeError, match="should_stop"):
             session.run()
-    with pytest.raises(RuntimeError, match="closed already"):
+    with pytest.raises(RuntimeError, match="already closed"):
         session.close()
     with tf.Graph().as_default():
         step = v1.train.get_or_create_global_step().assign_add(1)
@@ -295,7 +295,7 @@ def test_logging(kwargs, start):
     )
     expected, actual = tf1(training), ours(training)
     if kwargs.get("at_end"):
-        # TF1 computes the loss once more: another step than the last.
+        # TF1 computes the loss once more, for a step after the last.
         assert expected.pop().keys() == actual.pop().keys()
     assert actual == expected
     assert any(isinstance(line, dict) for line in actual) == (
@@ -465,7 +465,7 @@ def test_default_hooks(name, tmp_path, monkeypatch):
 
 
 def a_restored_checkpoint(play, directory):
-    """Whether what was restored is saved again at once."""
+    """Whether the restored state is saved again immediately."""
     play(Training(scripted(stop=3)), directory)
     before = (directory / "model.ckpt-3.index").stat().st_mtime_ns
     play(Training(scripted(stop=5)), directory)
@@ -473,18 +473,18 @@ def a_restored_checkpoint(play, directory):
 
 
 def a_finished_job(play, directory):
-    """How many steps a job runs that has reached its last."""
+    """How many steps a job runs that has already reached its last step."""
     return len(play(Training(scripted(stop=5), start=10), directory))
 
 
 def a_step_that_counts_three(play, directory):
-    """The steps at which a job that should end at 5 is asked."""
+    """The steps at which hooks are called in a job that should end at 5."""
     stop = lambda lib, _: [lib.StopAtStepHook(last_step=5)]  # noqa: E731
     return play(Training(stop, by=3), directory)
 
 
 def a_nan_with_a_checkpoint_each_step(play, directory):
-    """The checkpoints that hold what became NaN at step 4."""
+    """The checkpoints saved although the loss became NaN at step 4."""
     training = Training(
         lambda library, log: [
             library.NanTensorHook("loss:0" if library is v1.train else "loss")
@@ -497,7 +497,7 @@ def a_nan_with_a_checkpoint_each_step(play, directory):
 
 
 def a_recovery_in_the_event_file(play, directory):
-    """Which steps TensorBoard is told to forget, and the summaries."""
+    """The steps that TensorBoard must discard, and the summaries."""
     training = Training(
         scripted({("after_run", 7): aborted}, stop=10),
         session={"save_checkpoint_steps": 4, "save_summaries_steps": 3},

@@ -1,4 +1,4 @@
-"""What is wrong is an error on a cluster too, and a hook sees each step."""
+"""On a cluster too, errors are raised, and a hook sees each step."""
 
 import json
 import sys
@@ -37,7 +37,7 @@ def ran(request, tmp_path_factory):
         )
         assert code == 0, output
         return directory, output
-    # A leader that fails is waited for by the others: it ends.
+    # In all-reduce a leader's failure ends the job, so each needs its own.
     output = ""
     for jobs in (["counts", "nan"], ["no_batch"]):
         code, more = run(directory, "all-reduce", *jobs)
@@ -64,7 +64,7 @@ def test_nan_weights_are_not_saved(ran):
     newest = tf.train.latest_checkpoint(str(directory / "nan"))
     good = int(newest.rpartition("-")[2])
     assert f"the last good checkpoint is {newest}." in message
-    # Each of two workers may have the batch of NaNs as its own.
+    # Either of the two workers may read the batch of NaNs.
     assert NAN_AT - SAVE_STEPS <= good <= 2 * NAN_AT
     for index in (directory / "nan").glob("*.index"):
         reader = tf.train.load_checkpoint(str(index.with_suffix("")))
@@ -85,7 +85,7 @@ def test_no_batch(ran):
 
 @pytest.mark.parametrize("cluster", CLUSTERS)
 def test_a_hook_that_raises_what_a_lost_server_would(tmp_path, cluster):
-    """The third time it is the user's, also if the process starts anew."""
+    """The third occurrence is a user error, even if the process restarts."""
     code, output = run(tmp_path, cluster, "raises")
     assert code == 1, output
     assert output.count("Failed at step 4: the user's own") == 2

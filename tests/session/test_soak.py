@@ -95,9 +95,9 @@ class Memory(threading.Thread):
         self.join()
 
     def growth(self):
-        """Of each process that lived long, in the second half of its life.
+        """Of each long-lived process, in the second half of its life.
 
-        In the first it still traces, and grows whatever happens.
+        In the first half it still traces functions, and always grows.
         """
         return {
             name: (max(s[-20:]) - max(s[: len(s) // 2])) / MEGABYTE
@@ -180,6 +180,6 @@ def test_thirty_random_faults(tmp_path):
     recoveries = re.findall(r"Failed at step|restarts itself", chief)
     print(f"{len(recoveries)} recoveries; growth in MB: {growth}")
     assert recoveries
-    # A copy of what was traced would be some 60 MB, for each of the recoveries.
+    # A leaked copy of traced functions would be 60 MB for each recovery.
     assert growth
     assert all(mb < 150 for mb in growth.values()), growth

@@ -64,12 +64,12 @@ class StopAtStepHook(SessionRunHook):
             session.request_stop()
             if self.warns:
                 _log.warning(
-                    "No step is run: the job is at step %d, and this hook "
-                    "stops it at step %d%s.",
+                    "No step is run: the job is at step %d, and StopAtStepHook "
+                    "stops it at step %d.%s",
                     session.step,
                     self._last_step,
-                    ", counted from its first session on: make another hook"
-                    * bool(self._num_steps),
+                    " This hook counted `num_steps` from its first session: "
+                    "create a new hook to continue." * bool(self._num_steps),
                 )
 
     def steps_until_next(self, step: int) -> int | None:

@@ -15,12 +15,12 @@ from tfdist.training.multi_optimizer import MultiOptimizer
 Callback: TypeAlias = keras.callbacks.Callback
 
 _INSTEAD = {
-    versions.OrbaxCheckpoint: "ModelCheckpoint saves files of Keras, "
-    "RunConfig(save_checkpoints_steps=...) checkpoints.",
-    keras.callbacks.ProgbarLogger: "ProgressHook shows the progress.",
-    keras.callbacks.SwapEMAWeights: "Evaluations read checkpoints, which it "
-    "cannot swap; they hold the averages in addition to the weights.",
-    keras.callbacks.CallbackList: "Give its callbacks one by one.",
+    versions.OrbaxCheckpoint: "Use RunConfig(save_checkpoints_steps=...) to "
+    "save checkpoints, or ModelCheckpoint to save Keras files.",
+    keras.callbacks.ProgbarLogger: "Use ProgressHook to show the progress.",
+    keras.callbacks.SwapEMAWeights: "Evaluations read checkpoints, where it "
+    "cannot swap weights; they contain the averages too. Remove it.",
+    keras.callbacks.CallbackList: "Pass its callbacks one by one.",
 }
 
 _SETS_RATE = (
@@ -37,25 +37,25 @@ def reason_against(callback: Callback, with_evaluations: bool) -> str | None:
             return instead
     if isinstance(callback, keras.callbacks.TensorBoard):
         if profiles(callback):
-            return "ProfilerHook profiles steps; set profile_batch=0."
+            return "Set profile_batch=0, and profile steps with ProfilerHook."
         if callback.update_freq != "epoch":
             return (
-                f"update_freq={callback.update_freq!r} counts batches. "
-                "SummarySaverHook writes by steps."
+                f"Received: update_freq={callback.update_freq!r}. Set it to "
+                "'epoch', and write every N steps with SummarySaverHook."
             )
     monitor = monitored(callback)
     monitors = getattr(callback, "save_best_only", True)
     if monitors and monitor.startswith("val_") and not with_evaluations:
         return (
-            f"It monitors {monitor!r}: pass `eval_dir`, the directory where "
-            "the evaluations write (of `fit`: validation_data), or let it "
-            "monitor 'loss'."
+            f"It monitors {monitor!r}: pass `eval_dir`, the directory that "
+            "the evaluations write to (to `fit`: validation_data), or set "
+            "monitor='loss'."
         )
     if never := overrides(callback, *_NEVER_CALLED):
         return (
             f"It overrides {never[0]}, which is never called: evaluations run "
-            "apart from training. EvalSpec(hooks=...) see their batches, "
-            f"on_test_end their results. {without(callback, never)}"
+            "separately. Use EvalSpec(hooks=...) for their batches, "
+            f"on_test_end for their results. {without(callback, never)}"
         )
     return None
 
@@ -76,7 +76,7 @@ def overrides(callback: Callback, *methods: str) -> list[str]:
 
 
 def without(callback: Callback, methods: Sequence[str]) -> str:
-    """Advice on how to disable methods, also in a callback of a library."""
+    """Returns how to disable methods, even of a library's callback."""
     return (
         f"To disable this, use a subclass of {type(callback).__name__} with "
         f"`{' = '.join(methods)} = keras.callbacks.Callback.{methods[0]}`."
@@ -97,9 +97,9 @@ def check_model(callback: Callback, model: keras.Model) -> None:
     several = isinstance(optimizer, MultiOptimizer)
     if several and isinstance(callback, _SETS_RATE):
         raise ValueError(
-            f"{type(callback).__name__} sets one learning rate, but the parts "
-            "of a MultiOptimizer have their own. Give them a schedule "
-            "(keras.optimizers.schedules)."
+            f"{type(callback).__name__} sets one learning rate, but each "
+            "optimizer of a MultiOptimizer has its own. Give each a schedule "
+            "(keras.optimizers.schedules) instead."
         )
 
 
@@ -113,7 +113,7 @@ def check_writers(callback: Callback) -> None:
         except tf.errors.InvalidArgumentError as error:
             raise ValueError(
                 f"{type(callback).__name__} has a summary writer, `{name}`, "
-                "that was made before this process joined its cluster, by "
-                "which TensorFlow loses it. Make it in `set_model`, which is "
-                "called in each session, after `super().set_model(model)`."
+                "created before this process joined its cluster; TensorFlow "
+                "loses such writers. Create it in `set_model`, which each "
+                "session calls, after `super().set_model(model)`."
             ) from error

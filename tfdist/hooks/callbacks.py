@@ -135,9 +135,9 @@ class KerasCallbackHook(SessionRunHook):
                 )
             if isinstance(callback, keras.callbacks.BackupAndRestore):
                 _log.warning(
-                    "Every session does what BackupAndRestore does: it goes on "
-                    "from its last checkpoint. Nothing is written to backup_dir"
-                    "=%r; see RunConfig(save_checkpoints_steps=...).",
+                    "BackupAndRestore is ignored, and backup_dir=%r is not "
+                    "used: every session resumes from its last checkpoint. See "
+                    "RunConfig(save_checkpoints_steps=...).",
                     callback.backup_dir,
                 )
             else:
@@ -152,7 +152,7 @@ class KerasCallbackHook(SessionRunHook):
             self.single_steps = True
             warn_of_single_steps(
                 f"{type(callback).__name__}.{of_batches[0]}",
-                "Let it act at the end of an epoch instead, if that is enough. "
+                "If possible, use a method for the end of an epoch instead. "
                 + without(callback, of_batches),
             )
         self._given.append(callback)
@@ -182,8 +182,8 @@ class KerasCallbackHook(SessionRunHook):
         model = getattr(session, "model", None)
         if model is None:
             raise ValueError(
-                "KerasCallbackHook needs a session that trains a Keras model; "
-                "this one runs a plain step function. Use hooks instead."
+                "KerasCallbackHook needs a session that trains a Keras model, "
+                "but this one runs a plain step function. Use hooks instead."
             )
         model.stop_training = False
         not_here = () if session.is_chief else _WRITERS
@@ -265,10 +265,10 @@ class KerasCallbackHook(SessionRunHook):
         epochs = {hook._steps_per_epoch for hook in hooks}
         if len(epochs) > 1:
             raise ValueError(
-                "The model's metrics do not add up (one is no sum, or its "
-                "`train_step` updates them), so they can begin anew with the "
-                "epochs of one KerasCallbackHook alone. Received hooks of "
-                f"steps_per_epoch={sorted(epochs)}. Give all callbacks to one."
+                "This model's metrics can be reset only by the epochs of one "
+                "KerasCallbackHook, as they do not add up over runs of steps "
+                "(or its `train_step` updates them). Pass all callbacks to one "
+                f"hook. Received hooks with steps_per_epoch={sorted(epochs)}."
             )
 
     def end(self, session: Session) -> None:
@@ -319,8 +319,8 @@ class KerasCallbackHook(SessionRunHook):
         for path, value in self._set.get(epoch, {}).items():
             if value is None:
                 _log.warning(
-                    "Epoch %d has ended again after a recovery, and %r is not "
-                    "set again, as a callback had at its end.",
+                    "Epoch %d was repeated after a recovery, but %r, set by a "
+                    "callback at its end, is not set again.",
                     epoch,
                     path,
                 )
@@ -334,10 +334,10 @@ class KerasCallbackHook(SessionRunHook):
                 callback.on_epoch_end(epoch, self._logs)
                 continue
             _log.warning(
-                "%s skips epoch %d, whose end (step %d) was not evaluated. "
-                "RunConfig(save_checkpoints_steps=%d) and EvalSpec("
-                "throttle_secs=0), without an evaluator task, evaluate each; "
-                "else BestExporter keeps the best.",
+                "%s skips epoch %d: its last step, %d, was not evaluated. To "
+                "evaluate each epoch, use RunConfig(save_checkpoints_steps=%d) "
+                "and EvalSpec(throttle_secs=0) without an evaluator task. Or "
+                "use BestExporter to keep the best weights.",
                 type(callback).__name__,
                 epoch,
                 self._step,

@@ -198,13 +198,14 @@ def _metric_hook(
                 continue
             if metric_name not in metrics:
                 raise ValueError(
-                    f"The evaluation of step {step} in {directory} has no "
-                    f"metric {metric_name!r}. It has: {sorted(metrics)}."
+                    "Argument `metric_name` must be a metric of the evaluation "
+                    f"of step {step} in {directory}: {sorted(metrics)}. "
+                    f"Received: metric_name={metric_name!r}."
                 )
             values[step] = metrics[metric_name]
         if not (values and stops(values)):
             return False
-        _log.info("Of the evaluations, by step: %s is %s.", metric_name, values)
+        _log.info("%s in each evaluation, by step: %s.", metric_name, values)
         return True
 
     return make_early_stopping_hook(estimator, should_stop, *cadence)

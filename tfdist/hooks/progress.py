@@ -181,10 +181,10 @@ class UnreadDataHook(SessionRunHook):
         self._since = {name: before.get(name, session.step) for name in missing}
         if set(missing) - set(before):
             _log.warning(
-                "%s gone for %g s or more: nobody reads %s of the examples "
-                "now, because input function %s gives every worker a share of "
-                "its own. The readers of tfdist.data, with context=context, "
-                "deal the examples again in each pass.",
+                "%s gone for %g s or more: %s of the examples are not being "
+                "read, because the input function %s assigns a fixed share to "
+                "each worker. Use a reader of tfdist.data with context=context,"
+                " which redistributes the examples in each pass.",
                 f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'}",
                 self._after_secs,
                 self._share(),
@@ -195,8 +195,8 @@ class UnreadDataHook(SessionRunHook):
         """Warns again that only part of the data was used."""
         if self._since:
             _log.warning(
-                "Training ended without %s: nobody has read %s of the examples "
-                "since step %d.",
+                "Training ended without %s: %s of the examples have not been "
+                "read since step %d.",
                 ", ".join(self._since),
                 self._share(),
                 min(self._since.values()),

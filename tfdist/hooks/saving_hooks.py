@@ -117,7 +117,7 @@ class CheckpointSaverHook(TimedHook):
         if {*cadence} - {USE_DEFAULT, None, 0}:
             _log.warning(
                 "The session's save_checkpoint_secs and save_checkpoint_steps "
-                "are not used: its hooks have a CheckpointSaverHook of %r.",
+                "are not used: its CheckpointSaverHook for %r replaces them.",
                 self.checkpoint_dir,
             )
 

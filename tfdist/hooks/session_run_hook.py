@@ -135,8 +135,8 @@ def wants_every_step(hook: Hook) -> bool:
 def warn_of_single_steps(who: str, advice: str) -> None:
     """Warns that `who` causes every step to be dispatched separately."""
     _log.warning(
-        "%s is called after every step: no two run in one go, and the metrics "
-        "of each cost milliseconds. %s",
+        "%s is called after every step, which slows training down: each step "
+        "is dispatched separately, and its metrics take milliseconds. %s",
         who,
         advice,
     )
@@ -215,8 +215,8 @@ def check_exactly_one(**arguments: float | None) -> None:
     if len(given) != 1 or given[0] <= 0:
         received = ", ".join(f"{k}={v}" for k, v in arguments.items())
         raise ValueError(
-            f"Exactly one of `{'` and `'.join(arguments)}` must be given; "
-            f"it must be positive. Received: {received}."
+            f"Exactly one of `{'` and `'.join(arguments)}` must be given, "
+            f"and it must be positive. Received: {received}."
         )
     for name, value in arguments.items():
         check_at_least(name, value, 0 if name.endswith("secs") else 1)
@@ -228,9 +228,9 @@ def check_hooks(hooks: Iterable[Any]) -> None:
         if type(hook) in _OF_A_GRAPH:
             name = type(hook).__name__
             raise TypeError(
-                f"TensorFlow's own {name} works in a graph, and there is none. "
-                f"Take tfdist's {name}; tfdist/MIGRATION.md says how it "
-                "differs, or what there is for it."
+                f"TensorFlow's own {name} needs a graph, which tfdist does not "
+                f"build. Use tfdist's {name}; tfdist/MIGRATION.md lists "
+                "the differences, and hooks that have no equivalent."
             )
 
 
@@ -296,9 +296,9 @@ class HookRunner:
         for hook, args in self._asked:
             if args and args.feed_dict:
                 raise ValueError(
-                    f"{type(hook).__name__} feeds {[*args.feed_dict]}, and "
-                    "there is no graph to feed. Assign to a variable that the "
-                    "step reads."
+                    f"{type(hook).__name__} feeds {[*args.feed_dict]}, but "
+                    "there is no graph to feed. Instead, assign the values to "
+                    "variables that the step reads."
                 )
 
     def end(self, logs: Mapping[str, float]) -> None:
@@ -333,7 +333,7 @@ def resolve(
                 return logs[fetch]
             if fetch not in variables:
                 raise ValueError(
-                    f"There is no log and no variable called {fetch!r}. "
+                    f"No log or variable is called {fetch!r}. "
                     f"Logs: {sorted(logs)}. Variables: {sorted(variables)}."
                 )
             fetch = variables[fetch]

@@ -146,7 +146,7 @@ class StepCounterHook(TimedHook):
             self._warnings += 1
             _log.warning(
                 "The global step did not advance: it is still %d after a run. "
-                "Does the step increment it?",
+                "Check that the step increments it.",
                 session.step,
             )
         self._seen_step = session.step

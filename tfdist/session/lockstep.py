@@ -85,7 +85,7 @@ class Lockstep:
             command = self._peers.next(self.watch)
             if "failed" in command:
                 raise RuntimeError(
-                    f"The leader of the job has failed: {command['failed']}"
+                    f"The job's leader has failed: {command['failed']}"
                 )
             if "save" in command:
                 step = command["save"]
@@ -95,7 +95,7 @@ class Lockstep:
                 self._peers.announce("regroup")
                 if self.cluster.address in command["regroup"]:
                     self.sigterm.leave()
-                    restart_process("The group begins again")
+                    restart_process("The group of processes changes")
                 _log.info("The job continues without this process.")
                 self._left = True
                 return None
@@ -105,8 +105,8 @@ class Lockstep:
                 self._agreed.append(command["agreed"])
             elif what == "agreed":
                 raise RuntimeError(
-                    "A hook of this process waits for what the job's leader "
-                    "has found, whose hooks are others. In all-reduce each "
+                    "A hook of this process waits for a result of the job's "
+                    "leader, which has different hooks. In all-reduce every "
                     "process must have the same hooks, in the same order."
                 )
             elif "end" in command:
@@ -140,4 +140,4 @@ class Lockstep:
         except tf.errors.OpError as error:
             # The work is done; a restarted process will find that out.
             summary = summarize_error(error)
-            _log.warning("Another process went before the end: %s", summary)
+            _log.warning("Another process was lost at the end: %s", summary)

@@ -220,14 +220,13 @@ class MonitoredTrainingSession(RecoverableSession):
             raise
         runs_many = not isinstance(self._loop, FunctionLoop)
         if cluster and cluster.num_ps and not runs_many:
-            _log.warning("The step function runs here: workers train nothing.")
+            _log.warning("The step runs on the chief: workers do not train.")
         if runs_many and not self._follows and not self._stop:
             for kind in {type(h) for h in self.hooks if wants_every_step(h)}:
                 warn_of_single_steps(
                     kind.__name__,
-                    "Give it a method `steps_until_next(step)` that returns "
-                    "how many may run before the next call (None: any number), "
-                    "if it allows more.",
+                    "To avoid this, add a method `steps_until_next(step)` that "
+                    "returns the steps until the next call (None: any number).",
                 )
 
     def __enter__(self) -> MonitoredTrainingSession:
@@ -255,7 +254,7 @@ class MonitoredTrainingSession(RecoverableSession):
         """Runs one step, or as many as allowed; returns loss and metrics."""
         if self.should_stop():
             raise RuntimeError(
-                "`run` was called after the session was told to stop. Ask "
+                "`run` was called after the session had stopped. Check "
                 "`should_stop()` before each `run()`."
             )
         return self._recovering(self._run)
@@ -263,7 +262,7 @@ class MonitoredTrainingSession(RecoverableSession):
     def close(self) -> None:
         """Ends the session normally and writes the last checkpoint."""
         if self._closed:
-            raise RuntimeError("The session is closed already.")
+            raise RuntimeError("The session is already closed.")
         try:
             self.wait_for_steps()
             if self.secs_in_steps:
@@ -357,7 +356,7 @@ class MonitoredTrainingSession(RecoverableSession):
         size, cluster = self._size, self._cluster
         leaving = self._lockstep.leaving() if self._lockstep else None
         if leaving and cluster and self._saver:
-            self._restart(f"{leaving} is told to end (SIGTERM)", cluster)
+            self._restart(f"{leaving} received SIGTERM", cluster)
         if not size or not (change := size.change):
             self._refused = ""
             return
@@ -374,12 +373,12 @@ class MonitoredTrainingSession(RecoverableSession):
 
     def _check_restart(self, size: ClusterSize) -> None:
         if not self._saver:
-            raise ValueError("The job has no checkpoint to resume from.")
+            raise ValueError("The job saves no checkpoint to resume from.")
         if self._in_sync:
             self._loop.check_resize(len(size.asked.addresses()))
         elif size.wanted_ps < self._trainable.min_ps:
             name = f"ps:{self._trainable.min_ps - 1}"
-            raise ValueError(f"Your own `placement` has variables on {name}.")
+            raise ValueError(f"Your `placement` has variables on {name}.")
 
     def _restart(self, change: str, cluster: Cluster) -> None:
         """Saves, ends the tasks that are not in `cluster`, and restarts."""

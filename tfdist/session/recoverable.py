@@ -244,7 +244,7 @@ class RecoverableSession:
         self._failures.add()
         reason = str(ServerLostError(lost)) if lost else summary
         _log.warning(
-            "Failed at step %d: %s. Training goes on from the last checkpoint.",
+            "Failed at step %d: %s. Training resumes from the last checkpoint.",
             self.step,
             reason,
         )
@@ -278,7 +278,7 @@ class RecoverableSession:
         saving, self._saving = self._saving, []
         ended = all(each.wait(_WRITE_SECS) for each in saving)
         if not ended:
-            _log.warning("A checkpoint takes too long: it is given up.")
+            _log.warning("A checkpoint took too long and is abandoned.")
         return ended
 
     def _end_threads(self) -> None:
@@ -355,7 +355,7 @@ class RecoverableSession:
         """Ends the wait for tasks that will not come."""
         self._sigterm.leave()
         if self._size and self._size.shrinks:
-            restart_process("The job is to have fewer tasks")
+            restart_process("The job was asked to use fewer tasks")
 
     def _build(self, strategy: tf.distribute.Strategy) -> None:
         """Calls `build_fn` and checks that the variables are the same."""
@@ -385,8 +385,8 @@ class RecoverableSession:
         ]
         if differences:
             raise ValueError(
-                "`build_fn` must make the same variables each time it is "
-                "called. They differ:\n" + "\n".join(differences)
+                "`build_fn` must create the same variables each time it is "
+                "called. Differences:\n" + "\n".join(differences)
             )
         self._trainable = trainable
         if hasattr(trainable.step, "run"):
@@ -424,8 +424,8 @@ class RecoverableSession:
                 min(1.0, self._max_wait_secs / 10),
             ):
                 raise TimeoutError(
-                    f"The chief wrote no checkpoint to {directory!r} "
-                    f"within {self._max_wait_secs:g} s."
+                    f"The chief wrote no checkpoint to {directory!r} within "
+                    f"{self._max_wait_secs:g} s. Check that it is running."
                 )
             saved = self.checkpoints(directory)
             self.restored_from = saved.restore(position_of)
@@ -433,13 +433,13 @@ class RecoverableSession:
             self.input_restored = saved.position_restored
             model, whole = self.model, saved.optimizer_restored
             if self._keeps and not (self.restored_from and whole):
-                raise tf.errors.AbortedError(None, None, "No checkpoint of all")
+                raise tf.errors.AbortedError(None, None, "Variables not saved")
             if model is not None and not whole:
                 optimizers.begin(model.optimizer, model.trainable_variables)
             if rates and rates != (now := self._rates()):
                 _log.warning(
-                    "Learning rates go on as saved, %s, where the program says "
-                    "%s. To change one, let a callback assign it.",
+                    "Using the learning rates of the checkpoint, %s, not of "
+                    "the program, %s. To change one, assign it in a callback.",
                     now,
                     rates,
                 )

@@ -85,7 +85,7 @@ def restart_process(reason: str) -> None:
     if hasattr(sys, "ps1") or "ipykernel" in sys.modules:
         raise RuntimeError(
             f"{reason}. An interactive process cannot restart itself: "
-            "restart it, and training goes on from the last checkpoint."
+            "restart it to resume training from the last checkpoint."
         )
     _log.warning("%s: this process restarts itself.", reason)
     logging.shutdown()

@@ -57,5 +57,5 @@ class Trainable:
         if named is not self.global_step:
             raise ValueError(
                 "`variables` has a 'global_step' that is not the `global_step` "
-                "given, under which the session saves that. Rename it."
+                "argument, which is saved under that name. Rename the variable."
             )
