@@ -164,7 +164,7 @@ def test_bad_flags(old, tmp_path, capacity, message, capsys):
 def test_other_checkpoints_are_not_overwritten(old, capsys):
     with pytest.raises(SystemExit):
         rehash(old, old.model_dir, 3 * SEGMENT)
-    assert "There are checkpoints in" in capsys.readouterr().err
+    assert "has checkpoints. Use another" in capsys.readouterr().err
 
 
 def test_the_last_variable_is_a_large_one(old, tmp_path, monkeypatch):
