@@ -650,7 +650,7 @@ class Plain(Guide):
         return {"loss": loss}
 
 
-@case("a tf.Variable", refused="`scale` of layer 'plain.*, which is none")
+@case("a tf.Variable", refused="`scale` of layer 'plain.*, which is not one")
 def plain_variable(job):
     job.trains_as_fit(lambda: compiled(Plain))
 

@@ -157,7 +157,7 @@ _add(
 _add(
     "own train_step",
     refused=dict.fromkeys(
-        ["one process"], "Train by tfdist.fit or an Estimator, not by .*own"
+        ["one process"], "Train with tfdist.fit or an Estimator, not with .*own"
     ),
     given={"of": OwnMean},
 )

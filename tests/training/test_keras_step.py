@@ -311,5 +311,5 @@ def test_no_variables_yet():
     model.compile()
     train = model.train_step
     model.train_step = lambda data: train((model.extra(data[0]), data[1]))
-    with pytest.raises(ValueError, match=r"The first step .* makes variables"):
+    with pytest.raises(ValueError, match=r"first step .* creates variables"):
         loop(model, dataset())
