@@ -434,7 +434,7 @@ def test_a_step_function_has_nothing_to_evaluate():
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        ([1.0], r"logs by name. Received: \[1.0\]"),
+        ([1.0], r"dictionary of logs. Received: \[1.0\]"),
         ({"loss": "low"}, "Log 'loss' .* Received: 'low'"),
         ({"loss": np.ones([2])}, "Log 'loss' .* must be a number"),
     ],

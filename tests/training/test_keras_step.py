@@ -294,7 +294,7 @@ def test_a_method_of_one_instance_counts_too():
     ("logs", "error", "message"),
     [
         (lambda x: [x], TypeError, "must return a dictionary of logs. Rec"),
-        (lambda x: {"global_step": x}, ValueError, "no log called 'global_"),
+        (lambda x: {"global_step": x}, ValueError, "a log called 'global_"),
         (lambda x: {"x": x}, ValueError, r"'x' of shape \(None, 4\). Use"),
     ],
 )

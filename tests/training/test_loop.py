@@ -256,7 +256,7 @@ def test_a_weight_that_workers_cannot_change_from_where_it_begins(first):
         batches().element_spec,
     )
     step = tf.Variable(0, dtype=tf.int64)
-    with pytest.raises(ValueError, match="does not begin at finite numbers"):
+    with pytest.raises(ValueError, match="initial value is not finite"):
         ModelStep(model, spec, global_step=step, remote=True)
 
 

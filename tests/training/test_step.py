@@ -229,7 +229,7 @@ def seeds_of_each_call():
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (seeds_of_each_call, ValueError, "other variables each time.*seed"),
+        (seeds_of_each_call, ValueError, "new variables each time.*seed"),
         (lambda: 5, TypeError, "must return a `keras.Model`. Received: 5"),
         (uncompiled, ValueError, "must be compiled"),
         (unbuilt, ValueError, "has no variables yet"),

@@ -542,9 +542,9 @@ WORKERS = ["--workers=2", "--ps=1"]
 BAD = {
     "image and package": (
         ["--package=gs://b/t.tar.gz"],
-        "Exactly one of `image` and `packages` must be given",
+        "Pass the program to run as exactly one of `image`",
     ),
-    "no image": (["--image="], "Exactly one of `image` and `packages`"),
+    "no image": (["--image="], "exactly one of `image` and `packages`"),
     "ps without workers": (["--ps=2"], "Argument `ps` needs `workers`"),
     "a GPU that is not": (
         ["--accelerator=NVIDIA_A1000"],
@@ -649,11 +649,11 @@ BAD = {
     ),
     "a tuned flag that is given": (
         [*TUNING, "--", "--learning_rate=0.1"],
-        "learning_rate is tuned. Remove it from the args",
+        "Remove learning_rate from the args",
     ),
     "a tuned flag with a bad name": (
         ["--metric=auc", "--parameter=learning-rate=int:1:2"],
-        "'learning-rate' must have the name of a trainer flag",
+        "'learning-rate' is not named like a trainer flag",
     ),
     "variables of a job with a gap": (
         ["--evaluator", "--env=A=b"],

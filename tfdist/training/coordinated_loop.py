@@ -104,7 +104,7 @@ class CoordinatedLoop(Loop):
                 _log.warning(
                     "One step is dispatched at a time instead of %d: when a "
                     "worker's data ends, a dispatch would lose its other "
-                    "steps. `dataset.repeat()` makes data endless.",
+                    "steps. To avoid this, use endless data: `repeat()` it.",
                     self._largest,
                 )
             self._largest = 1
@@ -125,8 +125,8 @@ class CoordinatedLoop(Loop):
             self._full = self._bound.limited(self._full, num_workers)
         if self._read_ahead and self._full == 1:
             _log.warning(
-                "Nothing is read ahead, although `read_ahead` is %d: one step "
-                "is dispatched at a time.",
+                "Nothing is read ahead, although `read_ahead` is %d, because "
+                "only one step is dispatched at a time.",
                 self._read_ahead,
             )
         self._max_ahead = 2 * num_workers * self._full
@@ -205,9 +205,9 @@ class CoordinatedLoop(Loop):
             self._iterator = self._read_data()
             if not self._is_endless:
                 _log.warning(
-                    "The data is distributed again, to %d workers: passes "
-                    "that had begun read some examples again. With "
-                    "`tfdist.one_pass` none is repeated.",
+                    "The data is distributed again, to %d workers, so the "
+                    "current passes repeat some examples. To avoid this, use "
+                    "`tfdist.one_pass`.",
                     number,
                 )
         return True
