@@ -282,7 +282,7 @@ def test_what_is_doubtful_is_said(tmp_path, caplog, monkeypatch):
     assert schema.columns[0].kind == CATEGORICAL
     assert f"{one}: all examples have the same class" in caplog.text
     assert f"training and evaluation: 1 files, including {one}" in caplog.text
-    assert "Column 'x' contains ' ?', which is not treated" in caplog.text
+    assert "Column 'x' contains ' ?', which is treated as a" in caplog.text
     assert "Column 'id' has integers of 2**24 or more" in caplog.text
     assert len(caplog.records) == 4
 

@@ -123,7 +123,7 @@ def test_moving_weights_that_are_no_fractions():
 @pytest.mark.parametrize(
     ("optimizer", "match"),
     [
-        (keras.optimizers.SGD(clipnorm=1.0), "norm of a table's gradient"),
+        (keras.optimizers.SGD(clipnorm=1.0), "table's gradient by its norm"),
         (
             keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()),
             "do not support LossScaleOptimizer",

@@ -95,8 +95,8 @@ class Loop:
         `ValueError` if the loop has no model that can be evaluated.
         """
         raise ValueError(
-            "`evaluate` needs a session that trains a Keras model in a "
-            "tfdist.training.loop.Loop, but this one runs a step function."
+            "`evaluate` needs a session that trains a Keras model in a tfdist."
+            "training.loop.Loop, but this one runs a plain step function."
         )
 
     def resize(self, cluster: Cluster) -> bool:
