@@ -21,7 +21,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """Imports TensorFlow and gRPC, except in xdist's master: it runs no tests."""
+    """Imports TensorFlow and gRPC, except in the master of xdist."""
     if config.getoption("dist", "no") != "no":
         return
     gc.disable()  # Until all tests are collected.

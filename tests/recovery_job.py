@@ -1,4 +1,4 @@
-"""What every task of test_recovery.py and test_soak.py runs.
+"""The program of every task in test_recovery.py and test_soak.py.
 
     python -m tests.recovery_job --model_dir=DIRECTORY [--max_steps=...]
 

@@ -1,4 +1,4 @@
-"""What every task of test_silent.py runs: jobs that end in an error, and hooks.
+"""The program of every task in test_silent.py: jobs that end in an error, and hooks.
 
     python -m tests.silent_job --directory=DIRECTORY --jobs JOB... [--go_on]
 
