@@ -1,8 +1,8 @@
 """Programs as Keras' users write them, each run under every strategy.
 
 A case is a function of a `Job`, in a module of this folder that is named after
-its area. `test_cases.py` runs all of them by each strategy and prints the table
-of what works, and of what is refused with which message.
+its area. `test_cases.py` runs all cases under each strategy and prints a table
+that shows which ones work, and the error messages of those that are refused.
 """
 
 import dataclasses
@@ -29,10 +29,10 @@ class Case:
     """One row of the table.
 
     Attributes:
-        area: The module it is from.
-        name: What it is called in the table.
-        run: Runs it, and asserts what Keras would have computed.
-        refused: Strategy to a pattern of the message with which it is refused.
+        area: The name of its module.
+        name: Its name in the table.
+        run: Runs the case, and asserts that the results are those of Keras.
+        refused: Maps a strategy to a pattern of the expected error message.
     """
 
     area: str
@@ -45,9 +45,9 @@ def case(name=None, refused=None):
     """Adds a function of a `Job` to the table.
 
     Args:
-        name: Default: that of the function, its underscores as spaces.
-        refused: A pattern of the message with which every strategy refuses
-            it, or a dict from a strategy to the pattern of its message.
+        name: Default: the function's name, with spaces for underscores.
+        refused: A pattern of the error message that every strategy raises, or
+            a dict from a strategy to the pattern of its message.
     """
     if isinstance(refused, str):
         refused = dict.fromkeys(STRATEGIES, refused)
@@ -62,7 +62,7 @@ def case(name=None, refused=None):
 
 
 def all_cases():
-    """The cases of every module of this folder, by area."""
+    """Returns the cases of all modules of this folder, sorted by area."""
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")
     return sorted(_cases, key=lambda case: case.area)
