@@ -1,4 +1,4 @@
-"""Runs the cases by one strategy, as every task of its job.
+"""Runs the cases under one strategy, in every task of a job.
 
     python -m tests.cases --strategy=NAME --directory=DIRECTORY [--area=AREA]
 

@@ -1,4 +1,4 @@
-"""Models with steps of their own, as Keras' guides write them."""
+"""Models with a custom `train_step`, as in Keras' guides."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""Tables that grow, which learn what one with the full vocabulary does."""
+"""Growing tables learn the same as one with the full vocabulary."""
 
 import time
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`tfdist.fit`: what a user of Keras' `fit` brings, and gets back."""
+"""`tfdist.fit`: the arguments and results of Keras' `fit`."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""Tables in shards, which learn what `keras.layers.Embedding` does."""
+"""Sharded tables learn the same as `keras.layers.Embedding`."""
 
 import keras
 import numpy as np
