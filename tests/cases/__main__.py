@@ -2,7 +2,7 @@
 
     python -m tests.cases --strategy=NAME --directory=DIRECTORY [--area=AREA]
 
-The chief prints a line of JSON for each case: what became of it.
+The chief prints a line of JSON with the outcome of each case.
 """
 
 import argparse
