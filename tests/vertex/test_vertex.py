@@ -620,7 +620,7 @@ BAD = {
     "a number of workers": (["--workers=-1"], "an integer from 0 to 1000"),
     "a timeout without unit": (["--timeout=90"], "must have the form 90m"),
     "an unknown flag": (["--worker=1"], "unrecognized arguments: --worker=1"),
-    "a metric alone": (["--metric=auc"], "Pass both of --metric and --parameter"),
+    "a metric alone": (["--metric=auc"], "Pass both of --metric and"),
     "how to tune, and nothing to tune": (
         ["--max_trials=3", "--goal=minimize", "--stopping=median"],
         "--goal requires --metric.\n"
