@@ -308,7 +308,7 @@ class Counting(keras.layers.Layer):
 def test_a_layer_that_has_a_global_step():
     made = logistic(hidden=[Counting()])
     assert "global_step" in named_variables(made)
-    with pytest.raises(ValueError, match="'global_step' as the job's step"):
+    with pytest.raises(ValueError, match="'global_step' like the job's step"):
         named_variables(made, tf.Variable(np.int64(0)))
 
 
