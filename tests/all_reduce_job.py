@@ -1,4 +1,4 @@
-"""What every process of test_all_reduce.py runs.
+"""The program of every process in test_all_reduce.py.
 
     python -m tests.all_reduce_job --model_dir=DIRECTORY [--max_steps=...]
 

@@ -21,11 +21,11 @@ OURS = types.SimpleNamespace(
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """Counts from `start`, `by` a step; the loss is one over the new step.
+    """Counts from `start`, by `by` each step; the loss is 1 / (the new step).
 
-    `hooks` makes the hooks, from the library that has them (which is
-    `tf.compat.v1.train` or `OURS`) and the log that they may write
-    into. `nan_at`: the step whose loss is NaN.
+    `hooks` creates the hooks from two arguments: the library that has them
+    (`tf.compat.v1.train` or `OURS`) and a log that they may write to.
+    `nan_at`: the step at which the loss is NaN.
     """
 
     hooks: Callable = lambda library, log: []

@@ -1,4 +1,4 @@
-"""What test_strategy.py runs as every task of a cluster; the chief reports."""
+"""The program of every task in test_strategy.py; the chief reports."""
 
 import json
 import sys

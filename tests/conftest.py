@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-# Read first, so that no process is left alone with one of them at the end.
+# Run first, so that none of them delays the end of the run on one process.
 LONGEST = ("test_notebooks.py", "test_cases.py", "test_canned.py")
 
 
@@ -16,18 +16,18 @@ def pytest_addoption(parser):
         "--until",
         type=float,
         metavar="SECS",
-        help="skip what has not begun at this time, in seconds as `date +%%s`",
+        help="skip tests that have not started by this time (`date +%%s`)",
     )
 
 
 def pytest_configure(config):
-    """Before the tests are imported, by who runs them: xdist's master waits."""
+    """Imports TensorFlow and gRPC, except in the master of xdist."""
     if config.getoption("dist", "no") != "no":
         return
-    gc.disable()  # Until all is collected.
+    gc.disable()  # Until all tests are collected.
     import tensorflow  # noqa: F401
 
-    # What gRPC does in a fork kills it, sometimes. It reads this once.
+    # gRPC's fork support sometimes kills a fork. It reads this setting once.
     with mock.patch.dict(os.environ, GRPC_ENABLE_FORK_SUPPORT="0"):
         import grpc
 
@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(config, items):
     until = config.getoption("--until")
 
     def place(item):
-        # Others are left out each time, where the time does not suffice.
+        # If time does not suffice, a different part is skipped each time.
         chance = random.Random(f"{until} {item.path}").random() if until else 0
         return item.path.name not in LONGEST, chance
 
@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """What there is by now stays: no later collection looks at it again."""
+    """Freezes all objects, so that later garbage collections skip them."""
     gc.enable()
     gc.collect()
     gc.freeze()
@@ -61,7 +61,7 @@ def pytest_runtest_setup(item):
 
 @pytest.fixture(autouse=True, scope="session")
 def _temporary_files(tmp_path_factory):
-    """Also what libraries forget in the system's folder goes with the tests."""
+    """Also deletes temporary files that libraries forget, with the tests'."""
     tempfile.tempdir = str(tmp_path_factory.mktemp("temporary"))
     yield
     tempfile.tempdir = None
@@ -69,10 +69,10 @@ def _temporary_files(tmp_path_factory):
 
 @pytest.fixture(autouse=True, scope="session")
 def _no_tuner():
-    """Also iterators that tests make themselves are dropped at once.
+    """Disables autotuning, also of iterators that tests create themselves.
 
-    The suite took twice as long: of those that were collected late, one in six
-    held its process for up to a minute.
+    Otherwise the suite takes twice as long: one in six tuned iterators that
+    are collected late blocks its process for up to a minute.
     """
     import tensorflow as tf
 

@@ -1,4 +1,4 @@
-"""A real session whose steps only count, many in one go."""
+"""A real session with steps that only count, many per call."""
 
 import numpy as np
 import tensorflow as tf
@@ -8,9 +8,9 @@ from tfdist.session.monitored_session import MonitoredTrainingSession, Trainable
 
 
 class CountingLoop:
-    """Adds up steps; the loss is that of the last one, `loss(step)`.
+    """Counts steps; the loss of a run is that of its last step, `loss(step)`.
 
-    `fail_at`: steps, each of which a run reaches only at the second attempt.
+    `fail_at`: steps at which the first attempt of a run fails.
     """
 
     iterator = None

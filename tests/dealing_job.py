@@ -1,4 +1,4 @@
-"""What every task of the clusters of test_dealing.py runs.
+"""The program of every task in the clusters of test_dealing.py.
 
     python -m tests.dealing_job --model_dir=DIRECTORY --files=PATTERN ...
 

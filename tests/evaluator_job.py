@@ -1,4 +1,4 @@
-"""What every task of test_evaluator_failures.py runs.
+"""The program of every task in test_evaluator_failures.py.
 
     python -m tests.evaluator_job --model_dir=DIRECTORY [--max_steps=...]
 

@@ -1,4 +1,4 @@
-"""What every task runs for test_workers.py: steps that fail, many of them.
+"""The tasks of test_workers.py: many of their steps fail.
 
     python -m tests.failing_job FAILURES FOUND
 

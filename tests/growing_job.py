@@ -1,4 +1,4 @@
-"""What every task of tests/embeddings/test_growing_job.py runs.
+"""The program of every task in tests/embeddings/test_growing_job.py.
 
     python -m tests.growing_job --model_dir=DIRECTORY [--max_steps=...]
 

@@ -1,4 +1,4 @@
-"""What every task of test_gs_paths.py runs.
+"""The program of every task in test_gs_paths.py.
 
     python -m tests.gs_job --bucket=gs://BUCKET
 

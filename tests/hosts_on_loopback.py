@@ -1,9 +1,9 @@
-"""Runs the tasks of a job whose host names are a cloud's, on loopback.
+"""Runs the tasks of a job with the host names of a cloud on loopback.
 
-To be started in mount, network and user namespaces of its own (`unshare -rnm`):
-there the names can be added to /etc/hosts. Reads one JSON object from stdin:
-`hosts`, `command` and `tasks` (name -> environment). Prints, as JSON,
-name -> exit code and output, when all have ended or one has failed.
+Start it in separate mount, network and user namespaces (`unshare -rnm`), where
+the names can be added to /etc/hosts. Reads one JSON object from stdin:
+`hosts`, `command` and `tasks` (name -> environment). When all tasks have ended
+or one has failed, prints JSON: name -> exit code and output.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""What every task of test_inference.py runs.
+"""The program of every task in test_inference.py.
 
     python -m tests.inference_job --model_dir=DIRECTORY
 

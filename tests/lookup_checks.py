@@ -1,4 +1,4 @@
-"""What every task of a cluster runs in test_lookups.py.
+"""The program of every task of a cluster in test_lookups.py.
 
     python tests/lookup_checks.py DIRECTORY NUMBER ...
 

@@ -1,7 +1,7 @@
 """Random small models that look up tables wherever a loss is computed.
 
-Each is made twice from one number: with `tfdist.PartitionedEmbedding`s, and
-with Keras' own `Embedding`s, for `fit`.
+Each is built twice from the same random seed: with
+`tfdist.PartitionedEmbedding`s, and with Keras' `Embedding`s, for `fit`.
 """
 
 import keras

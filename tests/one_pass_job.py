@@ -1,4 +1,4 @@
-"""What every task of the clusters of test_one_pass.py runs.
+"""The program of every task in the clusters of test_one_pass.py.
 
     python -m tests.one_pass_job --model_dir=DIRECTORY [--examples=...]
 

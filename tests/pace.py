@@ -1,10 +1,10 @@
-"""Which cases of a test README's command runs; `.ci/run` runs them all."""
+"""Marks slow cases: README's test command skips them, `.ci/run` does not."""
 
 import pytest
 
 
 def slow(*cases):
-    """Cases, each a value or a tuple of them, that are slow."""
+    """Marks parametrized cases, each a value or a tuple of values, as slow."""
     return [
         pytest.param(
             *(case if isinstance(case, tuple) else [case]),
@@ -15,7 +15,7 @@ def slow(*cases):
 
 
 def slow_but(fast, cases):
-    """`cases`, of which all are slow that are not among the `fast`."""
+    """Marks all `cases` as slow except those in `fast`."""
     cases = list(cases)
     assert set(fast) <= set(cases)
     return [param for c in cases for param in ([c] if c in fast else slow(c))]

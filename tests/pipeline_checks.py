@@ -1,4 +1,4 @@
-"""What pipelines do where there are several devices; tests read the report.
+"""Runs pipelines on several devices; tests read its report.
 
 python tests/pipeline_checks.py local REPORT.json    four CPU devices
 python -m tfdist.launch --workers=2 tests/pipeline_checks.py cluster ...

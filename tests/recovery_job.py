@@ -1,10 +1,10 @@
-"""What every task of test_recovery.py and test_soak.py runs.
+"""The program of every task in test_recovery.py and test_soak.py.
 
     python -m tests.recovery_job --model_dir=DIRECTORY [--max_steps=...]
 
-A small model with a table on every parameter server and a dense part, trained
-on an input that has no end, at a pace that is set: so a fault can be timed by
-the step.
+Trains a small model, with a table on every parameter server and a dense part,
+on endless input at a fixed pace, so that a fault can be caused at a given
+step.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from tfdist.cluster.spec import Cluster
 
 BATCH, FEATURES, IDS, ROWS = 32, 4, 3, 200
 INFINITE = tf.data.INFINITE_CARDINALITY
-# In `model_dir`: a test has seen what it wanted to.
+# A file in `model_dir`: the test has seen enough, and the job may hurry.
 HURRY = "hurry"
 
 

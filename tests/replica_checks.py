@@ -1,4 +1,4 @@
-"""What test_replicas.py runs, once for each number of replicas.
+"""The program that test_replicas.py runs once per number of replicas.
 
     python -m tests.replica_checks --replicas=NUM --report=FILE
 

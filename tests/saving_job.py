@@ -1,4 +1,4 @@
-"""What every task of test_saving_behind.py runs.
+"""The program of every task in test_saving_behind.py.
 
     python -m tests.saving_job --model_dir=DIRECTORY [--max_steps=...]
 

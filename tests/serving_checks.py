@@ -1,4 +1,4 @@
-"""What a server does with an export, for several test files."""
+"""Checks how a server serves an export; shared by several test files."""
 
 import pickle
 import subprocess

@@ -1,4 +1,4 @@
-"""What every task runs for test_shared_updates.py: equal gradients, at once.
+"""The tasks of test_shared_updates.py: they push equal gradients at once.
 
     python -m tests.shared_updates_job STEPS DIRECTORY
 

@@ -1,9 +1,9 @@
-"""What every task of test_silent.py runs: jobs that end in an error, and hooks.
+"""The program of every task in test_silent.py: jobs that end in an error.
 
     python -m tests.silent_job --directory=DIRECTORY --jobs JOB... [--go_on]
 
-Small jobs, one after the other; the leader leaves a report of each. With
-`--go_on` also after an error, which the parameter servers outlive.
+Runs small jobs, one after another; the leader writes a report of each. With
+`--go_on`, it continues after an error, which the parameter servers survive.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Models and data that train in a blink, for several test files."""
+"""Models and data that train very quickly, shared by several test files."""
 
 import keras
 import numpy as np
@@ -11,7 +11,7 @@ from tfdist.training.step import ModelStep
 
 
 def logistic(optimizer=None, metrics=(), hidden=()):
-    """A compiled binary classifier of four features; `hidden`: its layers."""
+    """A compiled binary classifier of 4 features; `hidden`: hidden layers."""
     reset_object_names()
     keras.utils.set_random_seed(1)
     output = keras.layers.Dense(1, "sigmoid")

@@ -1,4 +1,4 @@
-"""What test_strategies.py runs as every task, once for each strategy.
+"""The program of every task in test_strategies.py, run once per strategy.
 
     python -m tests.strategy_checks --strategy=NAME --directory=DIRECTORY \\
         --report=FILE

@@ -1,4 +1,4 @@
-"""What every task of tests/training/test_synchronous.py runs.
+"""The program of every task in tests/training/test_synchronous.py.
 
     python -m tests.synchronous_job --model_dir=DIRECTORY [--max_steps=...]
 

@@ -1,4 +1,4 @@
-"""What clusters do in tests of partitioned tables: each task runs this file.
+"""The program of every task in tests of partitioned tables.
 
     python tests/table_checks.py CHECK DIRECTORY [NUMBER ...]
 

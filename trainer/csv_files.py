@@ -104,7 +104,7 @@ class CsvSource(Source):
         twice = [name for name, count in counts.items() if count > 1]
         if twice:
             raise ValueError(
-                "The names of the columns must differ. "
+                "The columns must have different names. "
                 f"Received more than once: {listed(twice)}."
             )
         if self._label not in names:
@@ -151,9 +151,9 @@ class CsvSource(Source):
             for word in words:
                 if word.strip() in (b"", _MISSING.encode()):
                     _log.warning(
-                        "Column %r contains %r, which is not treated as a "
-                        "missing value or a number because of its blanks. If "
-                        "it means a missing value, remove the blanks.",
+                        "Column %r contains %r, which is treated as a string, "
+                        "not as a missing value or a number, because it has "
+                        "blanks. Remove them if the value is missing.",
                         name,
                         word.decode(),
                     )
@@ -205,7 +205,7 @@ class CsvSource(Source):
         missing = {c.name for c in schema.columns}.difference(self._columns)
         if missing:
             raise ValueError(
-                f"{self.description}: all columns of the job are required. "
+                f"{self.description} must have all columns of the job. "
                 f"Missing: {listed(sorted(missing))}."
             )
         sizes = _sizes([*self._files["train"], *self._files["eval"]])

@@ -138,7 +138,7 @@ class TfdsSource(Source):
             for other in trained[part.filename]
         ):
             _log.warning(
-                "The training and evaluation examples of %s overlap: %s.",
+                "The examples for training and evaluation of %s overlap: %s.",
                 self._builder.info.full_name,
                 " and ".join(chosen.values()),
             )
@@ -179,8 +179,8 @@ class TfdsSource(Source):
             elif self._is_input(key):
                 raise ValueError(
                     f"Feature {key!r} of {self._builder.info.full_name} must "
-                    "be a scalar or a vector of numbers of known length, or "
-                    f"be named in `ignore_columns`. Received: {feature}."
+                    "be a scalar or a vector of numbers of known length. Or "
+                    f"name it in `ignore_columns`. Received: {feature}."
                 )
         return columns
 

@@ -43,63 +43,63 @@ _PASSING = (
 flags.DEFINE_string(
     "model_dir",
     None,
-    "Where checkpoints and exports go. Default: AIP_CHECKPOINT_DIR, if Vertex "
+    "Folder of checkpoints and exports. Default: AIP_CHECKPOINT_DIR, if Vertex "
     "AI sets it, else runs/wide_and_deep.",
 )
 flags.DEFINE_string(
     "summary_dir",
     None,
-    "Where TensorBoard finds summaries. Default: AIP_TENSORBOARD_LOG_DIR, if "
+    "Folder of TensorBoard summaries. Default: AIP_TENSORBOARD_LOG_DIR, if "
     "Vertex AI sets it, else the model_dir.",
 )
 flags.DEFINE_string(
     "export_dir",
     None,
-    "Where the final model is copied to, replacing any model there. Default: "
-    "AIP_MODEL_DIR, if Vertex AI sets it, else nowhere.",
+    "Folder to copy the final model to, replacing any model there. Default: "
+    "AIP_MODEL_DIR, if Vertex AI sets it, else the model is not copied.",
 )
 flags.DEFINE_multi_string("train_files", [], "CSV files: paths or patterns.")
 flags.DEFINE_multi_string("eval_files", [], "CSV files: paths or patterns.")
 flags.DEFINE_string("label", None, "Name of the label column.")
-flags.DEFINE_list("numeric_columns", [], "Columns that must be numbers.")
-flags.DEFINE_list("categorical_columns", [], "Columns that are categories.")
-flags.DEFINE_list("ignore_columns", [], "Columns that are left out.")
+flags.DEFINE_list("numeric_columns", [], "Columns to read as numbers.")
+flags.DEFINE_list("categorical_columns", [], "Columns to read as categories.")
+flags.DEFINE_list("ignore_columns", [], "Columns to ignore.")
 flags.DEFINE_integer(
     "min_count",
     1,
-    "How often a string must occur in the training data; a rarer one is "
-    "treated as an unknown one.",
+    "Strings that occur less often than this in the training data are treated "
+    "as unknown.",
     lower_bound=1,
 )
 flags.DEFINE_string("tfds", None, "A tabular builder of TensorFlow Datasets.")
 flags.DEFINE_string(
-    "train_split", None, "Of --tfds, such as 'train[:80%]'. Default: train."
+    "train_split", None, "Split of --tfds, e.g. 'train[:80%]'. Default: train."
 )
 flags.DEFINE_string(
     "eval_split",
     None,
-    "The same, for evaluation. Default: the builder's own, else a fifth of "
-    "train.",
+    "Split of --tfds for evaluation. Default: that of the builder, or else a "
+    "fifth of train.",
 )
-flags.DEFINE_string("data_dir", None, "Where prepared data sets are kept.")
-flags.DEFINE_integer("max_steps", 3000, "Steps of training.", lower_bound=1)
+flags.DEFINE_string("data_dir", None, "Folder of prepared data sets.")
+flags.DEFINE_integer("max_steps", 3000, "Training steps.", lower_bound=1)
 flags.DEFINE_integer(
-    "batch_size", 128, "Examples in a step of one worker.", lower_bound=1
+    "batch_size", 128, "Examples per step of a worker.", lower_bound=1
 )
 flags.DEFINE_integer(
     "global_batch_size",
     None,
-    "Examples in a step of all processes of an all-reduce job together, which "
-    "may then change its size. Default: each has --batch_size.",
+    "Examples per step of an all-reduce job, over all processes; the job may "
+    "then change its size. Default: --batch_size per process.",
     lower_bound=1,
 )
-flags.DEFINE_list("hidden_units", ["64", "32"], "Layers of the deep part.")
-flags.DEFINE_integer("embedding_dim", 8, "Size of embeddings.", lower_bound=1)
-flags.DEFINE_float("learning_rate", 0.15, "Of Adagrad.", lower_bound=0.0)
+flags.DEFINE_list("hidden_units", ["64", "32"], "Layer sizes, deep part.")
+flags.DEFINE_integer("embedding_dim", 8, "Embedding size.", lower_bound=1)
+flags.DEFINE_float("learning_rate", 0.15, "Adagrad's rate.", lower_bound=0.0)
 flags.DEFINE_float(
     "wide_learning_rate",
     None,
-    "Trains the wide part with Ftrl at this rate. Default: as the deep part.",
+    "Rate of Ftrl for the wide part. Default: Adagrad, as for the deep part.",
     lower_bound=0.0,
 )
 flags.DEFINE_integer(
@@ -118,34 +118,34 @@ flags.DEFINE_enum(
     "placement",
     "round_robin",
     ["round_robin", "greedy", "planned"],
-    "Which parameter server holds a variable.",
+    "How variables are assigned to parameter servers.",
 )
 flags.DEFINE_integer(
     "plan_ps",
     None,
-    "Prints where a planned placement would put the variables on this number "
-    "of parameter servers, and exits.",
+    "Prints a planned placement of the variables on this number of parameter "
+    "servers, and exits.",
     lower_bound=1,
 )
 flags.DEFINE_float(
     "session_creation_timeout_secs",
     600.0,
-    "Seconds the chief waits for workers and parameter servers that are "
-    "missing, at the start and after one was lost.",
+    "Seconds that the chief waits for missing workers and parameter servers, "
+    "at the start and after one is lost.",
     lower_bound=1.0,
 )
 flags.DEFINE_string(
     "tuning_metric",
     None,
-    "The metric that is reported to a tuning job on Vertex AI; a trial fails "
-    "if its evaluations do not have this metric.",
+    "Metric to report to a tuning job on Vertex AI; a trial fails if its "
+    "evaluations do not have this metric.",
 )
-flags.DEFINE_integer("seed", 0, "Of initial weights and of shuffling.")
+flags.DEFINE_integer("seed", 0, "Seed of initial weights and shuffling.")
 flags.DEFINE_bool(
     "json_logs",
     None,
-    "Whether log lines are JSON on stdout, as Cloud Logging reads severities. "
-    "Default: on Vertex AI, which shows all of stderr as errors.",
+    "Write log lines as JSON to stdout, so that Cloud Logging reads severities."
+    " Default: on Vertex AI, which shows all of stderr as errors.",
 )
 
 
@@ -157,16 +157,16 @@ def source() -> Source:
     """
     files = FLAGS.train_files or FLAGS.eval_files
     if FLAGS.tfds and files:
-        raise ValueError("--tfds excludes --train_files and --eval_files.")
+        raise ValueError("Pass --tfds or --train_files/--eval_files, not both.")
     if (FLAGS.train_split or FLAGS.eval_split) and not FLAGS.tfds:
-        raise ValueError("--train_split and --eval_split need --tfds.")
+        raise ValueError("--train_split and --eval_split require --tfds.")
     of_files = ["numeric_columns"]
     if not FLAGS.tfds:
         of_files += ["label", "categorical_columns", "ignore_columns"]
     given = [f"--{name}" for name in of_files if FLAGS[name].value]
     if given and not files:
         raise ValueError(
-            f"{', '.join(given)}: for CSV data, whose --train_files and "
+            f"{', '.join(given)}: only for CSV data, but --train_files and "
             "--eval_files are missing."
         )
     columns = {
@@ -189,7 +189,7 @@ def source() -> Source:
     missing = [f"--{name}" for name in required if not FLAGS[name].value]
     if missing:
         raise ValueError(
-            "CSV data needs --train_files, --eval_files and --label. "
+            "CSV data requires --train_files, --eval_files and --label. "
             f"Missing: {', '.join(missing)}."
         )
     return data.csv_source(
@@ -223,13 +223,13 @@ def train_and_evaluate(
     """Runs this task's part of the job; see `tfdist.train_and_evaluate`."""
     if FLAGS.global_batch_size is not None and config.strategy_name == "ps":
         raise ValueError(
-            "--global_batch_size is for processes that train in step, and the "
-            "workers of parameter servers do not. Give --batch_size."
+            "--global_batch_size is for processes that train synchronously, "
+            "not for workers of parameter servers. Pass --batch_size instead."
         )
     hidden = [int(u) if u.isdecimal() else 0 for u in FLAGS.hidden_units]
     if not all(hidden):
         raise ValueError(
-            "--hidden_units must be sizes of at least 1, such as 64,32. "
+            "--hidden_units must be integers of at least 1, such as 64,32. "
             f"Received: {','.join(FLAGS.hidden_units)}."
         )
     schema_path = os.path.join(config.model_dir, "schema.json")
@@ -328,8 +328,8 @@ def report(
     rows = [f"  {name:<12}{value:>10.4f}" for name, value in values.items()]
     if best := examples.best_auc:
         rows.append(
-            f"  {'best auc':<12}{best:>10.4f}  attainable on this data; "
-            f"reached {metrics['auc'] / best:.1%} of it"
+            f"  {'best auc':<12}{best:>10.4f}  possible on this data; the "
+            f"model reached {metrics['auc'] / best:.1%} of it"
         )
     summaries = config.summary_dir or config.model_dir
     return "\n".join(
@@ -431,7 +431,7 @@ def main(argv: Sequence[str]) -> None:
         print(text, file=sys.stderr)
         sys.exit(_exit_code(error))
     except KeyboardInterrupt:
-        print("\nInterrupted. The same command continues at the checkpoint.")
+        print("\nInterrupted. To resume from the checkpoint, run it again.")
         sys.exit(128 + signal.SIGINT)
     if leads and metrics:
         secs = time.monotonic() - start

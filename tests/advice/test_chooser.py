@@ -263,7 +263,7 @@ SITUATIONS = {
         JPEGS,
         FAST | dict(count=4),
         "multi_worker_mirrored",
-        "more machines, each preparing its share",
+        "more machines that each prepare a share",
     ),
 }
 
@@ -845,8 +845,8 @@ def test_nothing_is_possible(capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "Give --model, or --dense_bytes"),
-        (["--rows_bytes=1"], "Give --model, or --dense_bytes"),
+        ([], "Pass --model, or --dense_bytes"),
+        (["--rows_bytes=1"], "Pass --model, or --dense_bytes"),
         (["--dense_bytes=1", "--measure"], "no --measure"),
         ([MODEL, "--measure", "--compute_secs=1"], "pass only one"),
         (["--model=no.such:thing"], "No module named 'no'"),
@@ -858,7 +858,7 @@ def test_nothing_is_possible(capsys):
         (["--model=tests.advice.test_chooser:DAY"], "must be callable"),
         (
             ["--model=tests.advice.test_chooser:growing", "--measure"],
-            "Train by tfdist.fit",
+            "Train with tfdist.fit",
         ),
         (["--model=tests.small_models:unbuilt"], "must return a built model"),
         ([MODEL, "--machines=0"], "`count` must be a positive integer"),

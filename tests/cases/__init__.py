@@ -1,8 +1,8 @@
 """Programs as Keras' users write them, each run under every strategy.
 
 A case is a function of a `Job`, in a module of this folder that is named after
-its area. `test_cases.py` runs all of them by each strategy and prints the table
-of what works, and of what is refused with which message.
+its area. `test_cases.py` runs all cases under each strategy and prints a table
+that shows which ones work, and the error messages of those that are refused.
 """
 
 import dataclasses
@@ -29,10 +29,10 @@ class Case:
     """One row of the table.
 
     Attributes:
-        area: The module it is from.
-        name: What it is called in the table.
-        run: Runs it, and asserts what Keras would have computed.
-        refused: Strategy to a pattern of the message with which it is refused.
+        area: The name of its module.
+        name: Its name in the table.
+        run: Runs the case, and asserts that the results are those of Keras.
+        refused: Maps a strategy to a pattern of the expected error message.
     """
 
     area: str
@@ -45,9 +45,9 @@ def case(name=None, refused=None):
     """Adds a function of a `Job` to the table.
 
     Args:
-        name: Default: that of the function, its underscores as spaces.
-        refused: A pattern of the message with which every strategy refuses
-            it, or a dict from a strategy to the pattern of its message.
+        name: Default: the function's name, with spaces for underscores.
+        refused: A pattern of the error message that every strategy raises, or
+            a dict from a strategy to the pattern of its message.
     """
     if isinstance(refused, str):
         refused = dict.fromkeys(STRATEGIES, refused)
@@ -62,7 +62,7 @@ def case(name=None, refused=None):
 
 
 def all_cases():
-    """The cases of every module of this folder, by area."""
+    """Returns the cases of all modules of this folder, sorted by area."""
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")
     return sorted(_cases, key=lambda case: case.area)
@@ -75,20 +75,20 @@ def examples(size=BATCH, seed=0):
 
 
 def compiled(*layers, optimizer="sgd", loss="mse", **arguments):
-    """A `Sequential` over four features, compiled."""
+    """Returns a compiled `Sequential` model of four features."""
     model = keras.Sequential([keras.Input([4]), *layers])
     model.compile(optimizer, loss, **arguments)
     return model
 
 
 class Job:
-    """Trains programs by one strategy, and compares with Keras.
+    """Trains programs under one strategy, and compares them with Keras.
 
     Attributes:
         strategy: One of `STRATEGIES`.
         model_dir: An empty folder, the same for all tasks.
         is_chief: Whether this process writes the checkpoints.
-        backup_workers: Of the configuration of an `estimator`.
+        backup_workers: Passed to the `RunConfig` of an `estimator`.
     """
 
     def __init__(self, strategy, model_dir, backup_workers=None):
@@ -97,7 +97,7 @@ class Job:
         self.is_chief = tfdist.Cluster.from_env().is_chief
 
     def estimator(self, model_fn, **config):
-        """An Estimator whose models begin with the same weights each time."""
+        """An Estimator that gives its models the same initial weights."""
         config = {
             "save_checkpoints_steps": 1000,
             "backup_workers": self.backup_workers,
@@ -118,20 +118,20 @@ class Job:
         theirs=None,
         **config,
     ):
-        """Trains, one step after the other, and compares every weight.
+        """Trains, step by step, and compares every weight with Keras' `fit`.
 
-        With those of Keras' `fit` of the same model on the same examples.
+        `fit` trains the same model on the same examples.
 
         Args:
-            model_fn: Makes a compiled model.
-            data: (x, y) or (x, y, weights) of one batch, that each step gets:
-                arrays, as an all-reduce job must be joined before TensorFlow
-                makes the first tensor. Default: `examples()`. Or an input
+            model_fn: Creates a compiled model.
+            data: (x, y) or (x, y, weights) of one batch, used in every step:
+                arrays, because a process must join an all-reduce job before
+                TensorFlow creates a tensor. Default: `examples()`. Or an input
                 function.
-            steps: How many.
-            rtol, atol: How far a weight may be from that of `fit`.
-            theirs: Makes the model that `fit` trains. Default: `model_fn`.
-            **config: To `tfdist.RunConfig`.
+            steps: Number of steps.
+            rtol, atol: Tolerances of the weights' difference from `fit`.
+            theirs: Creates the model that `fit` trains. Default: `model_fn`.
+            **config: Passed to `tfdist.RunConfig`.
 
         Returns:
             The trained `Estimator`.
@@ -152,7 +152,7 @@ class Job:
 
 
 class EachStep(tfdist.SessionRunHook):
-    """No step begins before the one before it has ended."""
+    """Starts each step only after the previous one has ended."""
 
     wants_none_under_way = True
 
@@ -161,7 +161,7 @@ class EachStep(tfdist.SessionRunHook):
 
 
 def seeded(model_fn):
-    """What `model_fn` makes, with the same names and values each time."""
+    """Calls `model_fn`; the model has the same names and values each time."""
     reset_object_names()
     keras.utils.set_random_seed(7)
     return model_fn()
@@ -182,11 +182,11 @@ def assert_weights_are_those_of(
 
 
 def outcome(case, job):
-    """Runs a case; returns "works", or the line with which it is refused.
+    """Runs a case; returns "works", or the first line of the expected error.
 
     Raises:
-        AssertionError: it trains otherwise than Keras, or should not train.
-        Exception: It fails; where it is to be refused, with another message.
+        AssertionError: Its results differ from Keras', or an error is missing.
+        Exception: It fails with an unexpected error.
     """
     pattern = case.refused.get(job.strategy)
     try:
@@ -195,5 +195,5 @@ def outcome(case, job):
         if not (pattern and re.search(pattern, str(error))):
             raise
         return f"refused: {str(error).splitlines()[0]}"
-    assert not pattern, f"It trains, and shall be refused with {pattern!r}."
+    assert not pattern, f"It trains, but the error {pattern!r} is expected."
     return "works"

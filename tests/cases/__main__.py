@@ -1,8 +1,8 @@
-"""Runs the cases by one strategy, as every task of its job.
+"""Runs the cases under one strategy, in every task of a job.
 
     python -m tests.cases --strategy=NAME --directory=DIRECTORY [--area=AREA]
 
-The chief prints a line of JSON for each case: what became of it.
+The chief prints a line of JSON with the outcome of each case.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Keras' callbacks, and some as its guides write them, beside `fit`."""
+"""Keras' callbacks, and some from its guides, compared with `fit`."""
 
 import csv
 import functools

@@ -1,4 +1,4 @@
-"""Models with steps of their own, as Keras' guides write them."""
+"""Models with a custom `train_step`, as in Keras' guides."""
 
 import keras
 import numpy as np
@@ -650,7 +650,7 @@ class Plain(Guide):
         return {"loss": loss}
 
 
-@case("a tf.Variable", refused="`scale` of layer 'plain.*, which is none")
+@case("a tf.Variable", refused="`scale` of layer 'plain.*, which is not one")
 def plain_variable(job):
     job.trains_as_fit(lambda: compiled(Plain))
 

@@ -1,7 +1,7 @@
-"""Programs drawn at random train as Keras' `fit` trains them.
+"""Random programs train as with Keras' `fit`.
 
-Not one option at a time, but together: tables of all kinds beside layers,
-losses, optimizers and runs that go on from a checkpoint.
+They combine options: tables of all kinds with layers, losses, optimizers and
+runs that resume from a checkpoint.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Tables that grow, which learn what one with the full vocabulary does."""
+"""Growing tables learn the same as one with the full vocabulary."""
 
 import time
 from pathlib import Path
@@ -157,7 +157,7 @@ _add(
 _add(
     "own train_step",
     refused=dict.fromkeys(
-        ["one process"], "Train by tfdist.fit or an Estimator, not by .*own"
+        ["one process"], "Train with tfdist.fit or an Estimator, not with .*own"
     ),
     given={"of": OwnMean},
 )

@@ -1,4 +1,4 @@
-"""Layers of feature columns in models as TF 2.15's guides write them."""
+"""Layers of feature columns in models from TF 2.15's guides."""
 
 import os
 import tempfile

@@ -1,4 +1,4 @@
-"""Layers that are frozen, before a run and between two; runs that go on."""
+"""Layers frozen before a run or between two runs; resumed runs."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""`tfdist.fit`: what a user of Keras' `fit` brings, and gets back."""
+"""`tfdist.fit`: the arguments and results of Keras' `fit`."""
 
 import keras
 import numpy as np
@@ -485,7 +485,7 @@ def _logs_are_of_the_epoch(job, kind, metric):
     assert_same(fit(job, train, make, **given), keras_fit(train, make, **given))
 
 
-NO_SUM = "by something else than an addition"
+NO_SUM = "other than by addition"
 
 
 @case()

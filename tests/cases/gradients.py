@@ -1,4 +1,4 @@
-"""Gradients that a program computes otherwise, or that flow through loops."""
+"""Custom gradients, and gradients that flow through loops."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""What input functions return, right and wrong."""
+"""Valid and invalid results of input functions."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""Keras' layers, each in a small model: its weights are those of `fit`."""
+"""Keras' layers, each in a small model, learn the same as with `fit`."""
 
 import os
 

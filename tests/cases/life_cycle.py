@@ -1,4 +1,4 @@
-"""From training to the model in hand: checkpoints, exports, more training."""
+"""After training: checkpoints, exports, further training."""
 
 import tempfile
 

@@ -1,4 +1,4 @@
-"""Every loss of Keras, by name and as an object, of one output and several."""
+"""All losses of Keras, by name and as objects, of one or more outputs."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Every metric of Keras: what is evaluated is what Keras evaluates."""
+"""All metrics of Keras: results are those of Keras' `evaluate`."""
 
 import keras
 import numpy as np

@@ -1,6 +1,6 @@
-"""Models as Keras' guides write them: subclasses, built by their first batch.
+"""Models as in Keras' guides: subclasses, built by their first batch.
 
-Those of the first part are trained, evaluated, predicted with and exported.
+Models of the first part are trained, evaluated, used to predict and exported.
 """
 
 import keras

@@ -1,7 +1,7 @@
-"""Every optimizer of Keras and its options, on a model with a table.
+"""All optimizers of Keras and their options, on a model with a table.
 
-Compared is all that a checkpoint holds: weights, slots, averages, gradients
-that have accumulated, counters and scales.
+Everything in a checkpoint is compared: weights, slots, averages, accumulated
+gradients, counters and scales.
 """
 
 import functools

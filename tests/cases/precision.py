@@ -1,4 +1,4 @@
-"""Mixed precision, and scales that keep small gradients from vanishing."""
+"""Mixed precision, and loss scales for small gradients."""
 
 import keras
 

@@ -1,7 +1,7 @@
 """Keras' preprocessing layers in input functions.
 
-Made before training and adapted there, as in Keras' guides; or in the input
-function, with what they know. Each worker gets a copy of them.
+They are created and adapted before training, as in Keras' guides, or created
+in the input function with known values. Each worker gets a copy of them.
 """
 
 import keras

@@ -1,4 +1,4 @@
-"""Tables in shards, which learn what `keras.layers.Embedding` does."""
+"""Sharded tables learn the same as `keras.layers.Embedding`."""
 
 import keras
 import numpy as np
@@ -151,7 +151,7 @@ _add(
 _add(
     "max_norm across rows",
     embeddings_constraint="max_norm",
-    refused="treat each row by itself.* axis=1",
+    refused="apply to each row alone.* axis=1",
 )
 
 

@@ -164,7 +164,7 @@ def test_bad_flags(old, tmp_path, capacity, message, capsys):
 def test_other_checkpoints_are_not_overwritten(old, capsys):
     with pytest.raises(SystemExit):
         rehash(old, old.model_dir, 3 * SEGMENT)
-    assert "There are checkpoints in" in capsys.readouterr().err
+    assert "has checkpoints. Use another" in capsys.readouterr().err
 
 
 def test_the_last_variable_is_a_large_one(old, tmp_path, monkeypatch):
@@ -187,9 +187,7 @@ def test_the_output_may_be_moved(old, tmp_path):
 
 def test_no_room():
     keys = mixed(tf.range(SEGMENT + 100, dtype=tf.int64)).numpy()
-    with pytest.raises(
-        ValueError, match="'table' find no room in a capacity of"
-    ):
+    with pytest.raises(ValueError, match="'table' do not fit in a capacity of"):
         place(keys, 1, "table")
     held, slots = place(keys, 2, "table")
     np.testing.assert_array_equal(held.ravel()[slots], keys)

@@ -322,7 +322,7 @@ def test_ids_that_come_while_it_is_written_are_not_in_it(tmp_path, monkeypatch):
                     seed=keras.random.SeedGenerator(1)
                 )
             },
-            "its seed a number",
+            "with a seed that is an int",
         ),
         (
             {"embeddings_initializer": lambda shape, dtype: 0},
@@ -363,7 +363,7 @@ def test_a_batch_larger_than_the_table():
 
 def test_training_by_keras_is_refused():
     model = model_of(dynamic())
-    with pytest.raises(LookupError, match="Train by tfdist"):
+    with pytest.raises(LookupError, match="Train with tfdist"):
         model.fit(data(), verbose=0)
     frozen = model_of(dynamic(trainable=False))
     frozen.fit(data(), verbose=0)

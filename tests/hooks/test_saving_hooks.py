@@ -381,7 +381,7 @@ def test_what_could_not_be_written_is_saved_at_the_end(
             hook.on_preemption(session)
             assert checkpoint_steps(tmp_path) == [0, 2]
     assert checkpoint_steps(tmp_path) == [0, 2]
-    assert caplog.text.count("No checkpoint of step 2: no storage") == 1
+    assert caplog.text.count("Failed to save step 2: no storage") == 1
 
 
 def test_what_can_never_be_written_is_raised(tmp_path, monkeypatch):

@@ -348,7 +348,7 @@ def test_another_number_of_devices(devices):
     "name", ["CPU:7", "GPU:0", "CPU", "nonsense", "/job:worker/task:0/cpu:0"]
 )
 def test_a_device_that_does_not_exist(name):
-    message = rf"names '{name}', which does not exist. There are: {HERE}"
+    message = rf"names '{name}', which does not exist. Devices: {HERE}"
     with pytest.raises(ValueError, match=message):
         Pipeline(keras.Input([3]), two_stages(), ["CPU:0", name])
 

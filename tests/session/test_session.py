@@ -434,7 +434,7 @@ def test_a_step_function_has_nothing_to_evaluate():
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        ([1.0], r"logs by name. Received: \[1.0\]"),
+        ([1.0], r"dictionary of logs. Received: \[1.0\]"),
         ({"loss": "low"}, "Log 'loss' .* Received: 'low'"),
         ({"loss": np.ones([2])}, "Log 'loss' .* must be a number"),
     ],
@@ -763,7 +763,7 @@ def test_another_input_is_read_from_its_start(tmp_path, caplog):
     resumed = build(second)
     train(resumed, 5, checkpoint_dir=str(tmp_path))
     assert_same(values(resumed.made[-1]), values(whole.made[-1]))
-    assert caplog.text.count("The input is another than the one") == 1
+    assert caplog.text.count("belongs to a different input") == 1
 
 
 def test_an_input_whose_position_cannot_be_saved(tmp_path, caplog):

@@ -212,7 +212,7 @@ def test_ctrl_c(directory):
                 break
         output = process.stdout.read()
     assert process.returncode == 130
-    assert "Interrupted. The same command continues" in output
+    assert "Interrupted. To resume from" in output
     assert "Traceback" not in output
     path = tf.train.latest_checkpoint(directory / "interrupted")
     step = checkpoints.step_of(path)
@@ -258,7 +258,7 @@ def test_a_global_batch_is_for_steps_in_common(tmp_path):
     jobs = {"chief": ["c:1"], "worker": ["w:1"], "ps": ["p:1"]}
     cluster = Cluster.from_jobs(jobs, "chief", 0)
     config = tfdist.RunConfig(str(tmp_path), cluster=cluster)
-    with pytest.raises(ValueError, match="Give --batch_size"):
+    with pytest.raises(ValueError, match="Pass --batch_size"):
         trainer_task.train_and_evaluate(None, config)
 
 
@@ -303,11 +303,11 @@ BAD_INPUT = {
     "no label flag": (["--train_files=train.csv"], "Missing: --eval_files"),
     "two sources": (
         ["--tfds=titanic", *train_on("train.csv")],
-        "--tfds excludes",
+        "Pass --tfds or --train_files",
     ),
     "columns of no file": (
         ["--label=income", "--numeric_columns=age"],
-        "--numeric_columns, --label: for CSV data, whose --train_files",
+        "--numeric_columns, --label: only for CSV data, but --train_files",
     ),
     "no steps": (["--max_steps=0"], "flag --max_steps=0"),
     "no units": (

@@ -350,7 +350,7 @@ def without_call():
         (lambda: None, TypeError, "must return a `keras.Model`. Received: Non"),
         (lambda: (logistic(), 1), TypeError, "of type tuple"),
         (uncompiled, ValueError, "must be compiled with an optimizer and a lo"),
-        (without_call, ValueError, "has no variables yet.*`call`"),
+        (without_call, ValueError, "has no variables and.*`call`"),
     ],
 )
 def test_model_functions(tmp_path, model_fn, error, message):

@@ -467,12 +467,12 @@ def test_sums_are_accepted(name):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("maximum", "Metric 'maximum' .* variable 'maximum/most' by something"),
+        ("maximum", "Metric 'maximum' .* variable 'maximum/most' other than"),
         ("minimum", "Metric 'minimum' .* does not start it at zero"),
         ("last", "Metric 'last' .* Keep sums and counts"),
-        ("alternating", "Metric 'alternating' .* by something else"),
-        ("sometimes", r"Metric 'sometimes' .* \(`assign_add`\), of which"),
-        ("squared", "Metric 'squared' .* by something else"),
+        ("alternating", "Metric 'alternating' .* other than by"),
+        ("sometimes", r"Metric 'sometimes' .* \(`assign_add`\) from which"),
+        ("squared", "Metric 'squared' .* other than by"),
         ("unlisted_maximum", "Metric 'most_of_all/most' of model"),
         ("starts_at_one", "Metric 'smoothed' .* does not start it at zero"),
         ("in_call", "Metric 'most' of model"),

@@ -229,10 +229,10 @@ def seeds_of_each_call():
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (seeds_of_each_call, ValueError, "other variables each time.*seed"),
+        (seeds_of_each_call, ValueError, "new variables each time.*seed"),
         (lambda: 5, TypeError, "must return a `keras.Model`. Received: 5"),
         (uncompiled, ValueError, "must be compiled"),
-        (unbuilt, ValueError, "has no variables yet"),
+        (unbuilt, ValueError, "has no variables and"),
         (
             lambda: logistic(metrics=[RunningMaximum()]),
             ValueError,

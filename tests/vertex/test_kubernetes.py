@@ -375,7 +375,7 @@ def test_tfjob(capsys):
         (["--kind=job"], "invalid choice: 'job'"),
         (
             ["--workers=1", "--ps=1", "--gpus=2"],
-            "must be at most 1 with `ps`, where a worker computes on one GPU",
+            "must be at most 1 with `ps`, because a worker then uses only one",
         ),
         (["--egress=10.0.0.1"], "`egress` must have the form 10.0.0.0/8:443"),
     ],

@@ -542,9 +542,9 @@ WORKERS = ["--workers=2", "--ps=1"]
 BAD = {
     "image and package": (
         ["--package=gs://b/t.tar.gz"],
-        "Exactly one of `image` and `packages` must be given",
+        "Pass the program to run as exactly one of `image`",
     ),
-    "no image": (["--image="], "Exactly one of `image` and `packages`"),
+    "no image": (["--image="], "exactly one of `image` and `packages`"),
     "ps without workers": (["--ps=2"], "Argument `ps` needs `workers`"),
     "a GPU that is not": (
         ["--accelerator=NVIDIA_A1000"],
@@ -565,7 +565,7 @@ BAD = {
     ),
     "an image for packages, and no packages": (
         ["--executor_image=python:3.11"],
-        "install them in; omit it with `image`",
+        "install them in. With `image`, omit it",
     ),
     "a prebuilt image": (
         [
@@ -620,7 +620,7 @@ BAD = {
     "a number of workers": (["--workers=-1"], "an integer from 0 to 1000"),
     "a timeout without unit": (["--timeout=90"], "must have the form 90m"),
     "an unknown flag": (["--worker=1"], "unrecognized arguments: --worker=1"),
-    "a metric alone": (["--metric=auc"], "--metric and --parameter must"),
+    "a metric alone": (["--metric=auc"], "Pass both of --metric and"),
     "how to tune, and nothing to tune": (
         ["--max_trials=3", "--goal=minimize", "--stopping=median"],
         "--goal requires --metric.\n"
@@ -649,11 +649,11 @@ BAD = {
     ),
     "a tuned flag that is given": (
         [*TUNING, "--", "--learning_rate=0.1"],
-        "learning_rate is tuned. Remove it from the args",
+        "Remove learning_rate from the args",
     ),
     "a tuned flag with a bad name": (
         ["--metric=auc", "--parameter=learning-rate=int:1:2"],
-        "'learning-rate' must have the name of a trainer flag",
+        "'learning-rate' is not named like a trainer flag",
     ),
     "variables of a job with a gap": (
         ["--evaluator", "--env=A=b"],

@@ -22,18 +22,18 @@ _NOTABLE = 0.05
 _WIDTH = 79
 _TOO_LARGE = "The model is too large for a device. Partition it"
 _IMPOSSIBLE = (
-    f"{_TOO_LARGE} over more machines than these: tables over parameter "
-    "servers (CPU or GPU machines), layers over devices; or use more memory."
+    f"{_TOO_LARGE} over more machines: tables over parameter servers (CPU or "
+    "GPU machines), layers over devices. Or use machines with more memory."
 )
 _ONE_MACHINE = (
-    "Weak links between machines, or unequal ones: more than one adds little."
+    "Weak links between machines, or unequal machines: a second adds little."
 )
 _LIMITS = {
     "compute": "Compute-bound: more or faster devices help.",
-    "input": "Input-bound: more machines, each preparing its share, input "
+    "input": "Input-bound: more machines that each prepare a share, input "
     "workers (tf.data service) or a faster input pipeline help.",
-    "wait": "Bound by the slowest machine: fewer, or more alike, help.",
-    "wire": "Wire-bound: a faster network or a larger batch a replica helps.",
+    "wait": "Bound by the slowest machine: fewer or more similar ones help.",
+    "wire": "Wire-bound: a faster network or a larger batch per replica helps.",
 }
 
 
@@ -148,12 +148,12 @@ def _why(chosen: Estimate, others: Mapping[str, Estimate]) -> list[str]:
             text.format(loss)
             for text, loss in losses.items()
             if loss > _NOTABLE
-        ] or ["All-reduce would lose more by failures, waiting and the wire."]
+        ] or ["All-reduce would lose more to failures, waiting and the wire."]
     if chosen.strategy in ("ps", "model_parallel"):
         servers = f"{chosen.num_ps} parameter server{'s' * (chosen.num_ps > 1)}"
         how = {
-            "ps": f" over {servers}: a worker holds and moves only what a step "
-            "touches.",
+            "ps": f" over {servers}: a worker holds and transfers only what a "
+            "step uses.",
             "model_parallel": ": layers on different devices work as a "
             "pipeline (model parallelism).",
         }

@@ -23,16 +23,16 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "tfdist advice",
         description=(
-            "Prints which strategy to choose for a model, and why. Flags with "
-            "the names of fields are described in `tfdist.advice.Workload` and "
-            "`tfdist.advice.Machines`: numbers in bytes, seconds and examples "
-            "that replace the values of --model, or the defaults."
+            "Prints which strategy to choose for a model, and why. The flags "
+            "without a help text are fields of `tfdist.advice.Workload` and "
+            "`tfdist.advice.Machines`, described there: numbers in bytes, "
+            "seconds and examples. They override --model and the defaults."
         ),
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--model", help="package.module:function, a model_fn")
+    add("--model", help="a model function, as package.module:function")
     add("--measure", action="store_true", help="time a step on this machine")
     add("--machines", dest="count", type=int, help="the same as --count")
     types = {"int": int, "str": str}
@@ -46,7 +46,7 @@ def _workload(model: str, measured: bool, fields: dict[str, Any]) -> Workload:
     batch_size = int(fields.setdefault("batch_size", 256))
     if not model:
         if measured or "dense_bytes" not in fields:
-            raise ValueError("Give --model, or --dense_bytes and no --measure.")
+            raise ValueError("Pass --model, or --dense_bytes and no --measure.")
         return Workload(**fields)
     if measured and "compute_secs" in fields:
         raise ValueError("--measure sets --compute_secs: pass only one.")

@@ -175,10 +175,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns 0 if nothing needs to change, else 1."""
     parser = argparse.ArgumentParser(
         "tfdist migrate",
-        description="Lists what a TF 1 or tf.estimator program must change. "
-        "Reads Python 3; `2to3 -w` converts Python 2.",
+        description="Lists what to change in a TF 1 or tf.estimator program. "
+        "Reads only Python 3; convert Python 2 with `2to3 -w` first.",
     )
-    parser.add_argument("paths", nargs="+", type=Path, help="files, folders")
+    parser.add_argument("paths", nargs="+", type=Path, help="files or folders")
     paths = parser.parse_args(argv).paths
     rows, told, unread = _gone_rows(), {""}, 0
     gone: dict[str, Row | None] = {}

@@ -95,8 +95,9 @@ class Workload:
         for part, whole in parts.items():
             if sizes[part] > sizes[whole]:
                 raise ValueError(
-                    f"Argument `{part}` is a part of `{whole}`. Received: "
-                    f"{part}={sizes[part]}, {whole}={sizes[whole]}."
+                    f"Argument `{part}` is a part of `{whole}`, so it must not "
+                    f"be larger. Received: {part}={sizes[part]}, "
+                    f"{whole}={sizes[whole]}."
                 )
         if self.flops is None:
             flops = _FLOPS_PER_WEIGHT * self.dense_bytes / _FLOAT_BYTES

@@ -39,11 +39,11 @@ _log = logging.getLogger(__name__)
 # Errors of an iterator whose position cannot be saved.
 _NO_POSITION = (tf.errors.FailedPreconditionError, tf.errors.UnimplementedError)
 _WAYS_OUT = (
-    'To go on, write there `model_checkpoint_path: "model.ckpt-STEP"` of one '
-    "that is whole; to start over, move all away or choose another model_dir."
+    'To continue, write `model_checkpoint_path: "model.ckpt-STEP"` (an intact '
+    "one) to the list. To start over, move all away or use another model_dir."
 )
 _REHASH = (
-    " For another `capacity` of a DynamicEmbedding: tfdist rehash "
+    " To change the `capacity` of a DynamicEmbedding, run: tfdist rehash "
     "--checkpoint={} --capacity=TABLE=ROWS --output=NEW_MODEL_DIR"
 )
 BASENAME = "model.ckpt"
@@ -173,7 +173,7 @@ class Checkpoints:
                 written.set_result(path)
             except BaseException as error:  # For the caller of `result`.
                 what = summarize_error(error)
-                _log.warning("No checkpoint of step %d: %s", step, what)
+                _log.warning("Failed to save step %d: %s", step, what)
                 vars(error)["saved_step"] = step
                 written.set_exception(error)
 
@@ -198,7 +198,7 @@ class Checkpoints:
             except _NO_POSITION as error:
                 _log.warning(
                     "The position of the input cannot be saved: a restored job "
-                    "will not go on from there. The reason: %s",
+                    "will read it from the start. Reason: %s",
                     summarize_error(error),
                 )
                 self._iterator_fn = lambda: None
@@ -226,8 +226,8 @@ class Checkpoints:
                 f"variables hold NaN or infinite values: "
                 f"{', '.join(names[:20])}. They are not saved; the last good "
                 f"checkpoint is {self.latest}. Look for NaN among the "
-                "features, and for a learning rate that is too large; "
-                "`check_numerics=False` saves what is there."
+                "features, and for a learning rate that is too large. To save "
+                "such values nevertheless, set `check_numerics=False`."
             )
 
     def _check_alone(self, step: int) -> None:
@@ -236,8 +236,8 @@ class Checkpoints:
         ours |= {None, self.latest, *self._manager.checkpoints}
         if (newest := tf.train.latest_checkpoint(self._directory)) not in ours:
             raise RuntimeError(
-                f"Another job saves in {self._directory!r}: {newest!r} is none "
-                "of this one's, which saves no more. Give each its model_dir."
+                f"Another job saves in {self._directory!r}: {newest!r} is not "
+                "from this job, which stops. Give each job its own model_dir."
             )
         ours.add(os.path.join(self._directory, f"{BASENAME}-{step}"))
 
@@ -272,12 +272,12 @@ class Checkpoints:
                 if older is None:
                     raise ValueError(
                         f"Every checkpoint in {self._directory!r} is damaged: "
-                        f"{paths}. Put a whole one there, or choose another "
+                        f"{paths}. Put an intact one there, or choose another "
                         "model_dir to start over."
                     ) from error
                 _log.warning(
-                    "Checkpoint %s is damaged and is passed over; %s is taken "
-                    "instead. TensorFlow says: %s",
+                    "Checkpoint %s is damaged; restoring %s instead. The error "
+                    "from TensorFlow: %s",
                     path,
                     older,
                     str(error).splitlines()[0],
@@ -303,7 +303,7 @@ class Checkpoints:
                 self.position_restored = restore_position(iterator, position)
         except OtherDatasetError as error:
             _log.warning(
-                "The input is another than the one whose position %s holds: it "
+                "The position in %s belongs to a different input, so the input "
                 "is read from the start. %s",
                 position,
                 error,
@@ -344,15 +344,15 @@ def _check_there_is_none(directory: str) -> None:
     path = os.path.join(directory, "checkpoint")
     if storage.read_text(path):
         raise ValueError(
-            f"{path!r} lists checkpoints, and none of them can be found, or "
-            f"the list is damaged. {_WAYS_OUT}"
+            f"None of the checkpoints listed in {path!r} can be found, or the "
+            f"list is damaged. {_WAYS_OUT}"
         )
     # A job that was killed while it saved its first state has no list yet.
     later = os.path.join(directory, f"{BASENAME}-[1-9]*.index")
     if found := tf.io.gfile.glob(later):
         raise ValueError(
-            f"{path!r} is missing, which lists the checkpoints, and there are "
-            f"{sorted(found)}: a job would begin at step 0 and overwrite them. "
+            f"{path!r}, the list of checkpoints, is missing, but there are "
+            f"{sorted(found)}. A job would start at step 0 and overwrite them. "
             f"{_WAYS_OUT}"
         )
 
@@ -422,16 +422,16 @@ def restore(
         raise ValueError(
             f"Checkpoint {path} does not fit the model:\n"
             + "\n".join(problems)
-            + "\nIt was written by another model function. Restore the "
-            "matching code, or choose another model_dir, for which "
-            "Estimator(warm_start_from=...) takes weights alone." + rehash
+            + "\nIt was written by a different model function. Use the "
+            "matching code, or choose another model_dir and load only the "
+            "weights, with Estimator(warm_start_from=...)." + rehash
         )
     checkpoint = tf.train.Checkpoint(variables=dict(variables))
     checkpoint.restore(path).expect_partial()
     if others:
         _log.warning(
-            "Other variables were trained when %s was saved. The weights are "
-            "restored; the optimizer starts over, as after `compile`.",
+            "%s was saved by a job that trained other variables. The weights "
+            "are restored; the optimizer starts over, as after `compile`.",
             path,
         )
     return not others

@@ -99,13 +99,13 @@ def restore(path: str, variables: Mapping[str, Saveable]) -> None:
     reader = tf.train.load_checkpoint(path)
     shapes = reader.get_variable_to_shape_map()
     wrong = [
-        f"{name}: {[*variable.shape]}, there {shapes.get(name)}"
+        f"{name}: {[*variable.shape]}, saved {shapes.get(name)}"
         for name, variable in variables.items()
         if shapes.get(name) != [*variable.shape]
     ]
     if wrong:
         raise ValueError(
-            f"Checkpoint {path!r} does not fit the model. Wanted: "
+            f"Checkpoint {path!r} does not fit the model. Expected: "
             f"{'; '.join(wrong)}. The checkpoint has: {sorted(shapes)}."
         )
     for name, variable in variables.items():

@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 _NO_MEMORY = (
     "Steps wait while a checkpoint is written: host %r has %.3g GB of memory "
-    "left, but needs %.3g GB twice to write while steps continue."
+    "left. To save while steps continue, it would need 2 x %.3g GB."
 )
 
 

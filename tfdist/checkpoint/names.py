@@ -71,8 +71,8 @@ def named_variables(
             if (dtype := variables[0].dtype) in _NO_SLICES:
                 raise ValueError(
                     f"{name!r} is a table of {dtype} in {len(variables)} "
-                    "shards, which TensorFlow could restore into no other "
-                    "number. Choose dtype='bfloat16', or `num_shards=1`."
+                    "shards. TensorFlow cannot restore it into another number "
+                    "of shards. Use dtype='bfloat16' or `num_shards=1`."
                 )
             named[name] = PartitionedVariable(
                 [v.value for v in variables], list(map(runs_of, variables))
@@ -87,7 +87,7 @@ def named_variables(
         if GLOBAL_STEP in named:
             raise ValueError(
                 f"A variable of model {model.name!r} is called {GLOBAL_STEP!r} "
-                "as the job's step counter is. Give it another name."
+                "like the job's step counter. Give it another name."
             )
         named[GLOBAL_STEP] = global_step
     return named
@@ -215,9 +215,9 @@ def saved_shapes(path: str) -> dict[str, Sequence[int]]:
     }
     if not shapes:
         raise ValueError(
-            f"Checkpoint {path} is none of tfdist's. If it is one of TF1 or of "
-            "its Estimator, choose another model_dir, and that one for "
-            "`warm_start_from`; see tfdist/MIGRATION.md."
+            f"Checkpoint {path} was not written by tfdist. If TF1 or its "
+            "Estimator wrote it, choose another model_dir and pass that path "
+            "as `warm_start_from`; see tfdist/MIGRATION.md."
         )
     return shapes
 
@@ -240,7 +240,7 @@ def tables_in(path: str, tables: Iterable[str]) -> dict[str, Sequence[int]]:
     if unknown := sorted({*tables} - found):
         raise ValueError(
             f"Checkpoint {path} has the growing tables {sorted(found)}. "
-            f"Received: {unknown}."
+            f"Received: {unknown}, which it does not have."
         )
     return shapes
 

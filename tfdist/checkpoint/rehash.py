@@ -33,7 +33,7 @@ def rehash(path: str, output: str, capacities: Mapping[str, int]) -> str:
     a table does not exist, ids find no room, or `output` has checkpoints.
     """
     if checkpoints.latest(output):
-        raise ValueError(f"There are checkpoints in {output!r} already.")
+        raise ValueError(f"{output!r} has checkpoints. Use another directory.")
     tables_in(path, capacities)
     moves = {name: _move(path, name, n) for name, n in capacities.items()}
     basename = os.path.basename(path)
@@ -129,19 +129,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns 0. Errors exit with 2 and a message."""
     parser = argparse.ArgumentParser(
         "tfdist rehash",
-        description="Gives growing tables of a checkpoint another capacity.",
+        description="Changes the capacity of a checkpoint's growing tables.",
     )
     add = parser.add_argument
-    add("--checkpoint", required=True, help="its path, or a job's model_dir")
+    add("--checkpoint", required=True, help="path or prefix; or a model_dir")
     add(
         "--capacity",
         type=_capacity,
         action="append",
         required=True,
         metavar="TABLE=ROWS",
-        help="of a DynamicEmbedding, by its name; of several: again",
+        help="new capacity of a DynamicEmbedding; can be repeated",
     )
-    add("--output", required=True, help="model_dir of the job that continues")
+    add("--output", required=True, help="model_dir of the job that resumes")
     args = parser.parse_args(argv)
     path = args.checkpoint
     try:

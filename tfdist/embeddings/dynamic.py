@@ -262,9 +262,9 @@ class DynamicEmbedding(PartitionedEmbedding):
             # Through it, an id without a row would silently learn nothing.
             rows = tf.raw_ops.PreventGradient(
                 input=rows,
-                message=f"Table {self.path} gives ids their rows only in the "
-                "training steps of tfdist. Train by tfdist.fit or an "
-                "Estimator, not by the model's own `fit`, nor by its own "
+                message=f"Table {self.path} adds rows for new ids only in the "
+                "training steps of tfdist. Train with tfdist.fit or an "
+                "Estimator, not with the model's own `fit`, nor with its own "
                 "`train_step` in one process.",
             )
         return tf.gather(rows, route.positions)
@@ -286,8 +286,8 @@ class DynamicEmbedding(PartitionedEmbedding):
         wanted = [each.shape for each in self.get_weights()]
         if (found := [*map(np.shape, weights)]) != wanted:
             raise ValueError(
-                f"Layer {self.path!r} has arrays of shape: {wanted}. Received "
-                f"arrays of shape: {found}. Do both have the same capacity?"
+                f"Layer {self.path!r} needs arrays of shape: {wanted}. Received"
+                f" shapes: {found}. Use layers with the same capacity."
             )
         for each, whole in zip(self._by_kind(), weights, strict=True):
             for variable in each:

@@ -39,7 +39,7 @@ def place(
     slots = np.concatenate([np.zeros([0], np.int64), *parts])
     if lost := np.count_nonzero(slots < 0):
         raise ValueError(
-            f"{lost} of {len(keys)} ids of table {name!r} find no room in a "
+            f"{lost} of {len(keys)} ids of table {name!r} do not fit in a "
             f"capacity of {num_segments * index.SEGMENT}. Use a capacity of at "
             f"least {-(-len(keys) * 4 // 3)}."
         )
@@ -59,10 +59,10 @@ def fill(table: Any, ids: Any, rows: np.ndarray) -> None:
     different = len(np.unique(keys[keys != index.EMPTY]))
     if rows.shape != (different, table.output_dim) or different < len(keys):
         raise ValueError(
-            f"Table {table.path!r} takes rows of length {table.output_dim}, "
+            f"Table {table.path!r} needs rows of length {table.output_dim}, "
             f"each with a unique id other than {index.NO_ID}. Received: "
-            f"{len(keys)} ids, of which {different} are different and valid, "
-            f"for rows of shape {rows.shape}."
+            f"{len(keys)} ids ({different} different, valid ones) for rows of "
+            f"shape {rows.shape}."
         )
     held, slots = place(keys, table.num_segments, table.path)
     for growing in filter(None, map(growing_of, table.shards)):

@@ -255,8 +255,8 @@ class GrowingShards:
         # No quotes: TensorFlow would escape them.
         messages = [
             f"One batch has more ids than {shard.path} has rows: {size}. Give "
-            "the table a capacity of several batches; now it is "
-            f"{table.input_dim}. Ids of the batch in this shard:"
+            "the table a capacity of several batches, not of "
+            f"{table.input_dim} rows. Number of ids of the batch in this shard:"
             for shard, size, table in zip(
                 self.shards, sizes, self._tables, strict=True
             )

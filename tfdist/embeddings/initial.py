@@ -25,7 +25,7 @@ _BITS = 24  # The precision of a float32.
 _v1 = tf.compat.v1.initializers
 _CONSTANT = initializers.Constant, _v1.constant, tf.constant_initializer
 _SCALING = initializers.VarianceScaling, _v1.variance_scaling
-_KNOWN = "constant (zeros, ones), uniform or normal, its seed a number"
+_KNOWN = "constant (zeros, ones), uniform or normal, with a seed that is an int"
 
 
 def first_rows(initializer: Any, dim: int) -> Drawn:
@@ -56,8 +56,8 @@ def first_rows(initializer: Any, dim: int) -> Drawn:
     config = initializer.get_config() if is_random else {}
     if not is_random or not isinstance(config["seed"] or 0, int):
         raise ValueError(
-            f"Argument `embeddings_initializer` must be {_KNOWN}, from which "
-            "an id's first row can be computed at any time. Received: "
+            f"Argument `embeddings_initializer` must be {_KNOWN}, because the "
+            "first row of an id may be computed at any time. Received: "
             f"embeddings_initializer={initializer!r}."
         )
     steps = [_STEP * i % (1 << 64) for i in range(1, dim + 1)]
@@ -115,9 +115,9 @@ def shard_rows(
     rows = initializer(shape, dtype=dtype)
     if tuple(rows.shape) != tuple(shape):
         raise ValueError(
-            f"An initializer has returned rows of shape {tuple(rows.shape)} "
-            f"for the shape {tuple(shape)} of a shard. To start from a matrix, "
-            "use `keras.initializers.Constant(matrix)`."
+            f"An initializer must return the shape of a shard, {tuple(shape)}. "
+            f"Received: rows of shape {tuple(rows.shape)}. To start from a "
+            "matrix, use `keras.initializers.Constant(matrix)`."
         )
     if isinstance(initializer, _SCALING):
         (num, dim), total = shape, table_shape[0]

@@ -148,7 +148,7 @@ class PartitionedEmbedding(keras.layers.Layer):
         if partitioner is not None:
             if num_shards is not None:
                 raise ValueError(
-                    "Only one of `num_shards` and `partitioner` can be given."
+                    "Only one of `num_shards` and `partitioner` can be passed."
                 )
             shape = tf.TensorShape([input_dim, output_dim])
             dtype = self.variable_dtype
@@ -165,8 +165,8 @@ class PartitionedEmbedding(keras.layers.Layer):
         axis = getattr(self.embeddings_constraint, "axis", 1)
         if [*np.ravel(axis)] not in ([1], [-1]):
             raise ValueError(
-                "Argument `embeddings_constraint` must treat each row by "
-                "itself, as steps update some rows: give it axis=1. Received: "
+                "Argument `embeddings_constraint` must apply to each row "
+                "alone, since steps update some rows. Use axis=1. Received: "
                 f"{embeddings_constraint!r} with axis={axis}."
             )
         self.mask_zero = self.supports_masking = mask_zero
@@ -219,11 +219,11 @@ class PartitionedEmbedding(keras.layers.Layer):
     def set_weights(self, weights: Sequence[Any]) -> None:
         """Sets the table from a list of one `(input_dim, output_dim)` array."""
         if not self.shards:
-            raise ValueError(f"Layer {self.name!r} has no weights: build it.")
+            raise ValueError(f"Layer {self.name!r} has no weights. Build it.")
         wanted = [(self.input_dim, self.output_dim)]
         if (found := [*map(np.shape, weights)]) != wanted:
             raise ValueError(
-                f"Layer {self.path!r} has one table of shape {wanted[0]}. "
+                f"Layer {self.path!r} needs one array of shape {wanted[0]}. "
                 f"Received arrays of shape: {found}."
             )
         for shard in self.shards:
@@ -237,7 +237,7 @@ class PartitionedEmbedding(keras.layers.Layer):
     def load_own_variables(self, store: Mapping[str, Any]) -> None:
         """Reads the table, or the "div" shards that earlier versions wrote."""
         if not len(store):
-            why = "of another layer class: pass its array to `set_weights`"
+            why = "from another layer class: pass its array to `set_weights`"
             raise ValueError(f"The saved table of {self.path!r} is {why}.")
         shards = [store[str(i)] for i in range(len(store))]
         self.set_weights([np.concatenate(shards)])
@@ -261,7 +261,7 @@ class PartitionedEmbedding(keras.layers.Layer):
             if self.combiner is None or ids.shape.rank != 2:
                 return ids.with_values(self.call(ids.values, weights))
         elif self.combiner is None:
-            raise ValueError("Sparse ids need a `combiner`.")
+            raise ValueError("Sparse ids require a `combiner`.")
         example, num = lookups.examples_of(ids)
         total = functools.partial(
             tf.math.unsorted_segment_sum, segment_ids=example, num_segments=num
@@ -358,9 +358,9 @@ class PartitionedEmbedding(keras.layers.Layer):
         if dtype in _EXACT:
             message += (
                 ", which cannot represent all integers above "
-                f"{_EXACT[dtype]}. It is the default of `keras.Input`, and of "
-                "a `keras.Sequential` without an input layer: start the model "
-                "with `keras.Input(shape, dtype='int64')`"
+                f"{_EXACT[dtype]}. It is the default dtype of `keras.Input` "
+                "and of a `keras.Sequential` without an input layer. Start the "
+                "model with `keras.Input(shape, dtype='int64')`"
             )
         raise TypeError(f"{message}.")
 

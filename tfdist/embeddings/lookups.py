@@ -38,7 +38,7 @@ def checked_weights(weights: Any, ids: Any, combiner: str | None) -> Any:
     Raises ValueError, or InvalidArgumentError when a step runs.
     """
     if combiner is None:
-        raise ValueError("Argument `weights` needs a `combiner`.")
+        raise ValueError("Argument `weights` requires a `combiner`.")
     if not isinstance(ids, tf.RaggedTensor | tf.SparseTensor):
         ids, weights = tf.convert_to_tensor(ids), tf.convert_to_tensor(weights)
     same_kind = type(ids) is type(weights)
@@ -59,7 +59,7 @@ def _check_places(of_ids: tf.Tensor, of_weights: tf.Tensor) -> None:
     same = tf.raw_ops.Equal(
         x=of_ids, y=of_weights, incompatible_shape_error=False
     )
-    wanted = "Weights and ids must be at the same places. Received:"
+    wanted = "Weights and ids must have the same positions. Received:"
     tf.raw_ops.Assert(
         condition=tf.reduce_all(same), data=[wanted, of_weights, of_ids]
     )
@@ -118,7 +118,7 @@ class Collector(Zeros):
             raise ValueError(
                 f"Table {table.path!r} is looked up inside a condition, a "
                 "loop (`tf.map_fn`, `tf.vectorized_map`) or a `tf.function` "
-                "of the model. Look up all ids at once, outside of it, and "
+                "of the model. Look up all ids in one call outside of it, and "
                 "use their rows inside."
             )
         with tf.control_dependencies(None):
@@ -195,9 +195,9 @@ def answered_by(provider: Provider) -> Iterator[None]:
 def _differs(found: str, expected: Any) -> ValueError:
     return ValueError(
         "The model must look up the same tables in the same order each time "
-        f"it is called. Table: {found}, the first time: "
-        f"{expected.path if expected is not None else 'none'}. Does it cache "
-        "rows, count its calls, or recompute lookups (`keras.remat`)?"
+        f"it is called. Received: {found}; in the first call: "
+        f"{expected.path if expected is not None else 'none'}. Do not cache "
+        "rows, count calls, or recompute lookups (`keras.remat`)."
     )
 
 

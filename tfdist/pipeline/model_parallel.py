@@ -107,10 +107,10 @@ class Pipeline(keras.Model):
     ) -> None:
         if tf.distribute.has_strategy():
             raise ValueError(
-                "A Pipeline does its own data parallelism, so it cannot be "
-                "made in the scope of a strategy. Received: "
-                f"{tf.distribute.get_strategy()!r}. Give `devices` a list for "
-                "each replica instead."
+                "A Pipeline does its own data parallelism, so do not create it "
+                "in the scope of a strategy. Instead, pass `devices` a list of "
+                "devices for each replica. Received: "
+                f"{tf.distribute.get_strategy()!r}."
             )
         check_positive("num_micro_batches", num_micro_batches)
         rows = resolve_devices(devices, len(stages))
@@ -295,8 +295,8 @@ def _check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
             f"Optimizer {part.name!r} skips some updates, which a Pipeline "
             f"does not support. Received: {type(optimizer).__name__} with "
             f"gradient_accumulation_steps={part.gradient_accumulation_steps}. "
-            "Instead of accumulation, use larger batches and more micro-"
-            "batches; instead of LossScaleOptimizer, bfloat16 or "
+            "Instead of gradient accumulation, use larger batches and more "
+            "micro-batches. Instead of LossScaleOptimizer, use bfloat16 or "
             "loss_scale_factor."
         )
 

@@ -39,8 +39,8 @@ class Stage:
         self.device = device
         if not self.layers:
             raise ValueError(
-                "Argument `stages` must hold layers. Received: an empty stage "
-                f"{index}."
+                "Argument `stages` must have a layer in each stage. Received: "
+                f"an empty stage {index}."
             )
         for layer in self.layers:
             if not isinstance(layer, keras.layers.Layer):
@@ -95,7 +95,7 @@ def check_variables(stages: Sequence[Stage]) -> None:
                 raise ValueError(
                     "Argument `stages` must not share variables. Received: "
                     f"{variable.path!r} in stages {first[id(variable)]} and "
-                    f"{i}. Layers that share one belong into one stage."
+                    f"{i}. Put the layers that share it in the same stage."
                 )
             # Seeds are created with their layer, before it is added to a stage.
             is_seed = variable.path.endswith(SEED_STATE_NAME)
@@ -103,7 +103,7 @@ def check_variables(stages: Sequence[Stage]) -> None:
                 raise ValueError(
                     f"Stage {i} must have its variables on {stage.device}. "
                     f"Received: {variable.path!r} on {variable.value.device}. "
-                    "Pass layers that have no variables yet, or make them in "
+                    "Pass layers without variables, or create the variables in "
                     f"`with tf.device({stage.device!r})`."
                 )
 
@@ -113,7 +113,7 @@ def resolve_devices(
 ) -> tuple[tuple[str, ...], ...]:
     """Returns the full names of a pipeline's devices, a row per replica."""
     if not num_stages:
-        raise ValueError("Argument `stages` must have a stage at least.")
+        raise ValueError("Argument `stages` must have at least one stage.")
     here = tf.DeviceSpec.from_string(tf.zeros([]).device).replace(
         device_type=None, device_index=None
     )
@@ -165,6 +165,6 @@ def _existing(name: str, here: tf.DeviceSpec, names: list[str]) -> str:
         if (full := here.make_merged_spec(spec).to_string()) in names:
             return full
     raise ValueError(
-        f"Argument `devices` names {name!r}, which does not exist. There are: "
+        f"Argument `devices` names {name!r}, which does not exist. Devices: "
         f"{', '.join(names)}."
     )

@@ -251,8 +251,8 @@ def _check(update: Update) -> None:
         by_norm = optimizers.limit(part, "clipnorm")
         if by_norm and update.layout.groups:
             raise ValueError(
-                f"Optimizer {part.name!r} clips by the norm of a table's "
-                "gradient, which synchronous steps on parameter servers "
+                f"Optimizer {part.name!r} clips a table's gradient by its norm"
+                ", which synchronous steps on parameter servers "
                 "(`backup_workers`) do not support. Use clipvalue or "
                 "global_clipnorm."
             )

@@ -78,8 +78,8 @@ def refuse_new_variables(model: keras.Model, before: int) -> None:
     """Raises `ValueError` if there are more trainable variables than before."""
     if len(model.trainable_variables) > before:
         raise ValueError(
-            f"The first step of model {model.name!r} makes variables. "
-            "Build every layer in the model function: start it with "
+            f"The first step of model {model.name!r} creates variables. Build "
+            "every layer in the model function: start the model with "
             "`keras.Input(...)` or call `layer.build(input_shape)`."
         )
 
@@ -97,20 +97,20 @@ def refuse_unlisted(
         if attribute or assigns:
             raise ValueError(
                 f"Model {model.name!r} uses {attribute or 'a variable'}, which "
-                "is none of its weights: evaluations, exports and the next run "
-                "would not find its value. Create it with `add_weight` of a "
-                "layer, or make it a constant. Keras 3 does not track a plain "
-                "`tf.Variable`, and would not train it; draw random numbers "
-                "with `keras.random` and a `SeedGenerator`."
+                "is not one of its weights: evaluations, exports and the next "
+                "run would not find its value. Create it with `add_weight` of "
+                "a layer, or make it a constant. Keras 3 neither tracks nor "
+                "trains a plain `tf.Variable`. Draw random numbers with "
+                "`keras.random` and a `SeedGenerator`."
             )
 
 
 def refuse_evaluation(model: keras.Model) -> None:
     """Raises `ValueError`, for a model whose step computes its own metrics."""
     raise ValueError(
-        f"Model {model.name!r} has a `train_step` of its own, whose metrics "
-        "are those of training: evaluate its checkpoints, with "
-        "`Estimator.evaluate`."
+        f"Model {model.name!r} overrides `train_step`, so its metrics are "
+        "those of training. Evaluate its checkpoints with "
+        "`Estimator.evaluate` instead."
     )
 
 
@@ -159,9 +159,9 @@ def checked_model(
     steps_itself = overrides(model, "train_step") and model.trainable_variables
     if not (model.built or steps_itself):
         raise ValueError(
-            f"Model {model.name!r} has no variables yet: there is no batch, or "
-            "no method `call`, to build it with. Start it with `keras.Input"
-            "(...)`, or call it on a batch in the model function."
+            f"Model {model.name!r} has no variables and cannot be built: there "
+            "is no batch, or no method `call`. Start it with `keras.Input(...)`"
+            ", or call it on a batch in the model function."
         )
     private_keras.make_paths_unique(model)
     private_keras.read_statistics(model)
@@ -199,8 +199,8 @@ def renew_optimizer(model: keras.Model) -> None:
         raise ValueError(
             f"Model {model.name!r} is compiled with a "
             f"{type(optimizer).__name__} that was created outside of the model "
-            "function, and has no config to create another one from. Create "
-            "it inside."
+            "function and has no config from which to create another one. "
+            "Create it in the model function."
         ) from error
 
 
@@ -234,9 +234,9 @@ def _build(model: keras.Model, element_spec: Any, targets: bool) -> None:
         # Its step may call it with other inputs, or only call its parts.
         if not private_keras.is_built(model, itself=False):
             raise ValueError(
-                f"Model {model.name!r} cannot be built by a call with the "
-                "features of a batch. If its own `train_step` calls it in "
-                "another way, do the same in the model function."
+                f"Model {model.name!r} cannot be built by calling it with the "
+                "features of a batch. If its `train_step` calls it in another "
+                "way, call it in that way in the model function."
             ) from error
 
 
@@ -276,9 +276,9 @@ def loss_of(
     loss = model.compute_loss(x, y, y_pred, sample_weight, **options)
     if tf.convert_to_tensor(loss).shape.rank:
         raise ValueError(
-            f"The loss of model {model.name!r} must be a scalar. Received one "
-            f"of shape {loss.shape}. Leave out reduction=None of a loss, and "
-            "take the mean of what `compute_loss` or `add_loss` computes."
+            f"The loss of model {model.name!r} must be a scalar. Received: a "
+            f"loss of shape {loss.shape}. Remove reduction=None of a loss, and "
+            "reduce the result of `compute_loss` or `add_loss` to its mean."
         )
     return loss
 
@@ -366,7 +366,7 @@ def compiled_computation(
     if model.jit_compile and reason:
         _log.warning(
             'Model %r has jit_compile=True (which "auto" means if there is a '
-            "GPU), but XLA compiles nothing of a step: %s.",
+            "GPU), but XLA cannot compile its steps: %s.",
             model.name,
             reason,
         )

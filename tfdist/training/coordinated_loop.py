@@ -121,8 +121,8 @@ class CoordinatedLoop(Loop):
             self._full = self._bound.limited(self._full, num_workers)
         if self._read_ahead and self._full == 1:
             _log.warning(
-                "Nothing is read ahead, although `read_ahead` is %d: one step "
-                "is dispatched at a time.",
+                "Nothing is read ahead, although `read_ahead` is %d, because "
+                "only one step is dispatched at a time.",
                 self._read_ahead,
             )
         self._max_ahead = 2 * num_workers * self._full
@@ -198,9 +198,9 @@ class CoordinatedLoop(Loop):
             self._iterator = self._read_data()
             if not self._is_endless:
                 _log.warning(
-                    "The data is distributed again, to %d workers: passes "
-                    "that had begun read some examples again. With "
-                    "`tfdist.one_pass` none is repeated.",
+                    "The data is distributed again, to %d workers, so the "
+                    "current passes repeat some examples. To avoid this, use "
+                    "`tfdist.one_pass`.",
                     number,
                 )
         return True

@@ -206,9 +206,9 @@ class Forward:
         found = self.draws()
         if seeded := [op for op, is_seeded in found.items() if is_seeded]:
             raise ValueError(
-                f"The model uses {', '.join(seeded)} of TensorFlow with a seed:"
-                " all workers would draw the same numbers, and repeat them in "
-                "every step of a dispatch. Leave out the seed, or use "
+                f"The model uses TensorFlow's {', '.join(seeded)} with a seed: "
+                "all workers would draw the same numbers, and repeat them in "
+                "every step of a dispatch. Remove the seed, or use "
                 "`keras.random` with a `keras.random.SeedGenerator`."
             )
 
@@ -231,9 +231,9 @@ class Forward:
                 raise ValueError(
                     f"A `tf.function` of the model uses {variable.path!r} as "
                     "it was when the function was first traced, so its "
-                    "gradient, or what it assigns, would be lost. Remove the "
-                    "decorator: all of a step is one `tf.function` anyway. The "
-                    "layer of a SavedModel can be used with trainable=False."
+                    "gradient or assigned value would be lost. Remove the "
+                    "decorator: a step is one `tf.function` anyway. To use the "
+                    "layer of a SavedModel, set trainable=False."
                 )
 
     def unlisted(self) -> tuple[list[tf.Tensor], bool]:
@@ -265,9 +265,9 @@ class Forward:
                     if _UNREPEATABLE.match(kind):
                         raise ValueError(
                             f"The ids of table {table.path!r} come from a "
-                            f"{kind} op, whose values differ each time it "
-                            "runs; a step computes ids before it reads rows, "
-                            "and again with the rows. Draw ids with "
+                            f"{kind} op, which returns other values each time "
+                            "it runs, but a step computes the ids twice: "
+                            "before and after it reads rows. Draw ids with "
                             "`keras.random` and a `SeedGenerator` that the "
                             "model holds, or in the input function."
                         )
@@ -293,9 +293,9 @@ class TapedScope(keras.StatelessScope):
             if self.has_ended:
                 raise ValueError(
                     f"The `train_step` reads {variable.path!r} after it has "
-                    "applied gradients, which on parameter servers, and with "
-                    "a PartitionedEmbedding between replicas, happens when the "
-                    "step is over. Read it before, or train in one process."
+                    "applied gradients. On parameter servers, and with a "
+                    "PartitionedEmbedding between replicas, they are applied "
+                    "after the step. Read it before, or train in one process."
                 )
             accessed(value)
         return value

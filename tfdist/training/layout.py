@@ -156,8 +156,8 @@ class Layout:
             if id(variable) in shards & self._trained:
                 raise ValueError(
                     f"The model looks up rows of {variable.path!r}, and also "
-                    "reads it as a whole, which its gradient would ignore. "
-                    "Look up only the rows that you need, or use "
+                    "reads it as a whole, but the gradient of that would be "
+                    "ignored. Look up only the rows that you need, or use "
                     "keras.layers.Embedding."
                 )
 
@@ -172,8 +172,8 @@ class Layout:
                 raise ValueError(
                     f"The gradient of {variable.path!r} is its next value: "
                     "layers quantized to float8 update their scales in this "
-                    "way. An optimizer of tfdist would subtract it. Train "
-                    "in mixed_bfloat16, or with Keras' `fit`."
+                    "way. tfdist would apply it as a gradient. Train in "
+                    "mixed_bfloat16, or with Keras' `fit`."
                 )
         adds = set() if self.assigns else {id(v) for v in self.moving}
         for variable in updated:
@@ -188,9 +188,9 @@ class Layout:
             is_added = id(variable) in adds and "float" in variable.dtype
             if is_added and not np.isfinite(variable.numpy()).all():
                 raise ValueError(
-                    f"Weight {variable.path!r}, which the model assigns, does "
-                    "not begin at finite numbers. Workers and devices add up "
-                    "their changes. Begin near the values that are expected."
+                    f"The model assigns weight {variable.path!r}, so workers "
+                    "and devices add up its changes, but its initial value is "
+                    "not finite. Use one near the values that you expect."
                 )
 
 

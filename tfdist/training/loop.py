@@ -95,8 +95,8 @@ class Loop:
         `ValueError` if the loop has no model that can be evaluated.
         """
         raise ValueError(
-            "`evaluate` needs a session that trains a Keras model through a "
-            "tfdist.training.loop.Loop; this one runs a plain step function."
+            "`evaluate` needs a session that trains a Keras model in a tfdist."
+            "training.loop.Loop, but this one runs a plain step function."
         )
 
     def resize(self, cluster: Cluster) -> bool:
@@ -382,7 +382,7 @@ class FunctionLoop(Loop):
             logs = self._function() or {}
         if not isinstance(logs, Mapping):
             raise TypeError(
-                "A step function must return its logs by name. Received: "
+                "A step function must return a dictionary of logs. Received: "
                 f"{logs!r}."
             )
         return {name: _number(name, value) for name, value in logs.items()}

@@ -41,9 +41,9 @@ def build_metrics(model: keras.Model, element_spec: Any) -> None:
     for name, most in (("loss", 1), ("global_step", 0)):
         if names.count(name) > most:
             raise ValueError(
-                f"Model {model.name!r} has a metric called {name!r}. Results "
-                "use the names 'loss' (the mean loss) and 'global_step' "
-                "themselves. Give the metric another `name`."
+                f"Model {model.name!r} has a metric called {name!r}. The names "
+                "'loss' (the mean loss) and 'global_step' are reserved in "
+                "results. Give the metric another `name`."
             )
 
 
@@ -70,8 +70,8 @@ def non_additive(
             raise ValueError(
                 f"Metric variable {variable.path!r} of model {model.name!r} "
                 f"has aggregation={variable.aggregation!r}: its values on "
-                "several workers cannot be added up, as those of "
-                'aggregation="sum" (all of Keras\') can.'
+                "several workers cannot be added up. Use "
+                'aggregation="sum", as all metrics of Keras do.'
             )
         if id(variable) not in names:
             continue
@@ -82,11 +82,11 @@ def non_additive(
         if must_add_up and is_none:
             raise ValueError(
                 f"Metric {(name or variable.path)!r} of model {model.name!r} "
-                f"updates its variable {variable.path!r} by something else "
-                "than an addition, or does not start it at zero, so its "
-                "values on several workers cannot be added up. Keep sums and "
-                "counts (`assign_add`), of which `result` computes the "
-                "metric, or train in one process."
+                f"updates its variable {variable.path!r} other than by "
+                "addition, or does not start it at zero, so its values on "
+                "several workers cannot be added up. Keep sums and counts "
+                "(`assign_add`) from which `result` computes the metric, or "
+                "train in one process."
             )
         # Without a pass to inspect, any of them may not be a sum.
         if is_none or (name and not forwards):

@@ -47,7 +47,7 @@ class MultiOptimizer(keras.optimizers.Optimizer):
             if getattr(part, "loss_scale_factor", None) is not None:
                 raise ValueError(
                     f"Optimizer {part.name!r} of a MultiOptimizer must have no "
-                    "loss_scale_factor: a loss is scaled for all variables. "
+                    "loss_scale_factor, since it would apply to all variables. "
                     "Wrap the MultiOptimizer in a LossScaleOptimizer."
                 )
         # The learning rate is never used: each part has its own.
@@ -63,8 +63,8 @@ class MultiOptimizer(keras.optimizers.Optimizer):
     @learning_rate.setter
     def learning_rate(self, learning_rate: Any) -> None:
         raise ValueError(
-            "Each part of a MultiOptimizer has a learning rate of its own. Set "
-            "that of `parts[i]`, or give it a schedule."
+            "Each part of a MultiOptimizer has its own learning rate. Set "
+            "that of `parts[i]`, or create the part with a schedule."
         )
 
     def build(self, variables: Sequence[keras.Variable]) -> None:
@@ -109,8 +109,8 @@ class MultiOptimizer(keras.optimizers.Optimizer):
                 return i
         raise ValueError(
             f"No pattern of {self.name!r} matches variable {variable.path!r}. "
-            f"Patterns: {self.patterns}. End the list with an empty pattern to "
-            "take all variables that are left."
+            f"Patterns: {self.patterns}. End the list with an empty pattern, "
+            "which matches all remaining variables."
         )
 
     def get_config(self) -> dict[str, Any]:

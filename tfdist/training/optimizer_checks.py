@@ -19,8 +19,8 @@ def check(optimizer: Optimizer) -> None:
     for part in parts(optimizer):
         if scaled and part.gradient_accumulation_steps:
             raise ValueError(
-                f"Optimizer {part.name!r} accumulates gradients of a loss that "
-                "LossScaleOptimizer has scaled, which updates on parameter "
+                f"Optimizer {part.name!r} accumulates gradients of a loss "
+                "scaled by LossScaleOptimizer, which updates on parameter "
                 "servers do not support. Use mixed_bfloat16, which needs no "
                 "scale, or auto_scale_loss=False with a loss_scale_factor, or "
                 "larger batches instead of gradient_accumulation_steps."
@@ -36,7 +36,7 @@ def check_overridden(optimizer: Optimizer) -> None:
                 raise ValueError(
                     f"Optimizer {type(each).__name__} overrides `{name}`, "
                     "which takes all gradients at once. tfdist updates each "
-                    "variable where it is, by `update_step`: override that, "
+                    "variable where it is, with `update_step`. Override that, "
                     "or train in one process with a `train_step`."
                 )
 

@@ -117,9 +117,9 @@ def check_rows(optimizer: Optimizer, variable: keras.Variable) -> None:
     has_other_shapes = any(v.shape != variable.shape for v in own)
     if has_other_shapes or isinstance(optimizer, _WHOLE_VARIABLE):
         raise ValueError(
-            f"The rule of {type(optimizer).__name__} is for a variable as a "
-            f"whole, so it cannot update some rows of {variable.path!r}. Use "
-            "tfdist.MultiOptimizer to give tables another optimizer, for "
+            f"The rule of {type(optimizer).__name__} needs the whole variable, "
+            f"so it cannot update some rows of {variable.path!r}. Use a "
+            "tfdist.MultiOptimizer with another optimizer for tables, for "
             "example Adagrad."
         )
 

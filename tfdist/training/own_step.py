@@ -133,7 +133,7 @@ class OwnStep:
                 what = f"assigns {variable.path!r}, which its optimizer updates"
         for variable in itertools.chain.from_iterable(updated.values()):
             if id(variable) not in known:
-                what = f"updates {variable.path!r}, no trainable weight of it"
+                what = f"updates {variable.path!r}, not a trainable weight"
         used = [optimizer for optimizer, _ in self._updates]
         if used != [compiled] and (forward.tables or not has_replicas):
             what = (
@@ -149,7 +149,7 @@ class OwnStep:
             others = "by all-reduce, mirrored devices or "
         if what:
             raise ValueError(
-                f"The {self._name} {what}, which cannot be done {where}. "
+                f"The {self._name} {what}, which does not work {where}. "
                 f"Override `compute_loss` instead, or train {others}in one "
                 "process."
             )
@@ -163,8 +163,8 @@ def checked_logs(what: str, logs: Any) -> dict[str, Any]:
         )
     if "global_step" in logs:
         raise ValueError(
-            f"{what} must return no log called 'global_step', a name that "
-            "results use themselves."
+            f"{what} must not return a log called 'global_step', a name that "
+            "is reserved in results."
         )
     logs = tf.nest.map_structure(tf.convert_to_tensor, dict(logs))
     for name, log in logs.items():

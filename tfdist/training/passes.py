@@ -83,8 +83,8 @@ class Passes:
             self._check_kept(metrics)
             self.metrics += metrics
         raise ValueError(
-            f"Model {self._model.name!r} creates other variables each time it "
-            f"is called: {[v.path for v in others]}. Create them once, in its "
+            f"Model {self._model.name!r} creates new variables each time it is "
+            f"called: {[v.path for v in others]}. Create them once, in its "
             "`__init__` or `build`."
         )
 
@@ -94,11 +94,11 @@ class Passes:
             if variable.aggregation != "sum":
                 raise ValueError(
                     f"Model {self._model.name!r} updates {variable.path!r}, "
-                    "which is neither among its `variables` nor a metric's, "
-                    "so no checkpoint would hold it. Make it a weight of a "
-                    "layer (`add_weight(trainable=False)`); the states of an "
+                    "which is neither one of its `variables` nor a metric's, "
+                    "so no checkpoint would contain it. Make it a weight of a "
+                    "layer (`add_weight(trainable=False)`). The states of an "
                     "RNN with `stateful=True` are not weights: pass an "
-                    "`initial_state`, or leave `stateful` out."
+                    "`initial_state`, or omit `stateful`."
                 )
 
     def _traced(self, mode: str, spec: Any) -> Forward:

@@ -331,8 +331,8 @@ class ModelStep(MetricStates):
         if all(gradient is None for gradient in gradients):
             raise ValueError(
                 "The loss depends on no trainable variable: every gradient is "
-                f"None. Variables: {[v.path for v in layout.dense]}. Does the "
-                "model use them in a `tf.function`? Remove its decorator."
+                f"None. Variables: {[v.path for v in layout.dense]}. If the "
+                "model uses them in a `tf.function`, remove that decorator."
             )
         if not self._own:
             layout.warn_of_missing(gradients)

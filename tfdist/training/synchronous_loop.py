@@ -104,7 +104,7 @@ class SynchronousLoop(CoordinatedLoop):
     def close(self) -> None:
         """See `Loop.close`."""
         if self.dropped:
-            _log.info("%d gradients came late and were dropped.", self.dropped)
+            _log.info("%d late gradients were dropped.", self.dropped)
         super().close()
 
     def _gather(self, watch: Watch) -> bool:

@@ -69,7 +69,7 @@ class Workers:
         threads = tuple(self._threads)
         if threads and not any(thread.is_alive() for thread in threads):
             raise tf.errors.UnavailableError(
-                None, None, "Every thread of the coordinator has ended."
+                None, None, "All threads of the coordinator have ended."
             )
         self.coordinator.done()
 

@@ -61,7 +61,7 @@ def _parsed(spec: Any) -> dict[str, Any]:
         from google.protobuf import json_format
     except ImportError:
         raise ImportError(
-            "Checking a job file needs the package google-cloud-aiplatform, "
+            "Checking a job requires the package google-cloud-aiplatform, "
             "which defines the service's types. Install it with: "
             'pip install "tfdist[vertex]"'
         ) from None
@@ -199,9 +199,9 @@ def _tuning_rules(job: Fields) -> Iterator[str]:
     for parameter in job.get("studySpec", {}).get("parameters", []):
         name = parameter.get("parameterId", "")
         if not name.isidentifier():
-            yield f"parameter {name!r} must have the name of a trainer flag."
+            yield f"parameter {name!r} is not named like a trainer flag."
         if name in flags:
-            yield f"{name} is tuned. Remove it from the args."
+            yield f"Remove {name} from the args, because it is tuned."
     for name in sorted(flags & {"model_dir", "summary_dir", "export_dir"}):
         yield (
             f"Remove {name} from the args: all trials would share it. The "

@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
         add(f"--{name}", default=default, metavar="TYPE", help=text)
     accelerator: dict[str, Any] = {"type": _accelerator, "default": {}}
     accelerator["metavar"] = "TYPE[:N]"
-    text = "accelerators of each --machine, as NVIDIA_TESLA_T4:2 or TPU_V3:8"
+    text = "accelerators of each --machine: NVIDIA_TESLA_T4:2, TPU_V3:8, ..."
     add("--accelerator", **accelerator, help=text)
     text = "accelerators of the evaluator"
     add("--evaluator_accelerator", **accelerator, help=text)
@@ -106,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     add("args", nargs="*", help=argparse.SUPPRESS)
     add("--name", default="tfdist", help="job name in the console (tfdist)")
     add("--region", default="us-central1", help="region (us-central1)")
-    text = "only validate this hand-written YAML job file"
+    text = "only validate this YAML job file; print no job"
     add("--check", metavar="FILE", help=text)
     add_flags(parser, Tuning)
     text = (
@@ -185,7 +185,7 @@ def _tuning(options: argparse.Namespace) -> Tuning | None:
     """Returns the tuning that the flags describe, or None."""
     if bool(options.metric) != bool(options.parameters):
         raise ValueError(
-            "--metric and --parameter must be given together. Received: "
+            "Pass both of --metric and --parameter, or neither. Received: "
             f"metric={options.metric!r}, {len(options.parameters)} parameters."
         )
     if not options.metric:

@@ -52,13 +52,13 @@ class Machine:
     machine_type: str = "n1-standard-4"
     accelerator_type: str | None = None
     accelerator_count: int = 0
-    tpu_topology: str | None = flag(None, "topology of a TPU v5e, as 2x2")
-    boot_disk_gb: int | None = flag(None, "disk size of --machine (100)")
+    tpu_topology: str | None = flag(None, "topology of a TPU v5e: 2x2")
+    boot_disk_gb: int | None = flag(None, "disk GB of --machine (100)")
     boot_disk_type: str | None = flag(
-        None, "for --machine: pd-ssd, pd-standard or hyperdisk-balanced"
+        None, "disk of --machine: pd-ssd, pd-standard or hyperdisk-balanced"
     )
     reservation: str | None = flag(
-        None, "any, or projects/P/zones/Z/reservations/NAME, for --machine"
+        None, "of --machine: any, or projects/P/zones/Z/reservations/NAME"
     )
 
     def fields(self) -> dict[str, Any]:
@@ -91,13 +91,13 @@ class Machine:
 class Tasks:
     """The part of a job that both services share: tasks and their program."""
 
-    workers: int = flag(0, "number of workers, without the chief")
+    workers: int = flag(0, "number of workers besides the chief")
     ps: int = flag(0, "number of parameter servers")
     evaluator: bool = flag(False, "add an evaluator")
     image: str | None = flag(None, "container image of every task")
     module: str = flag("trainer.task", "module to run: python -m MODULE")
     args: Sequence[str] = ()
-    service_account: str | None = flag(None, "account the tasks run as")
+    service_account: str | None = flag(None, "account to run tasks as")
 
     def __post_init__(self) -> None:
         for name in ("args", "packages", "egress"):
@@ -159,7 +159,7 @@ class Job(Tasks):
         name="package",
     )
     executor_image: str | None = flag(
-        None, "for packages: an image with Python 3.11 or later"
+        None, "image with Python 3.11 or later that installs the packages"
     )
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
     spot: bool = flag(
@@ -175,8 +175,8 @@ class Job(Tasks):
     )
     disable_retries: bool = flag(False, "do not let the service retry the job")
     network: str | None = flag(None, "projects/NUMBER/global/networks/NAME")
-    network_attachment: str | None = flag(None, "of Private Service Connect")
-    persistent_resource: str | None = flag(None, "ID; runs on its machines")
+    network_attachment: str | None = flag(None, "for Private Service Connect")
+    persistent_resource: str | None = flag(None, "ID of machines to run on")
     web_access: bool = flag(False, "allow a browser shell into each task")
     tensorboard: str | None = flag(
         None, "projects/NUMBER/locations/REGION/tensorboards/ID"
@@ -195,14 +195,14 @@ class Job(Tasks):
             raise ValueError("Set at most one of `flex_start` and `spot`.")
         if bool(self.image) == bool(self.packages):
             raise ValueError(
-                "Exactly one of `image` and `packages` must be given, with the "
-                f"program to run. Received: image={self.image!r}, "
+                "Pass the program to run as exactly one of `image` and "
+                f"`packages`. Received: image={self.image!r}, "
                 f"packages={list(self.packages)}."
             )
         if bool(self.packages) != bool(self.executor_image):
             raise ValueError(
-                "Argument `packages` needs an `executor_image` with Python "
-                "3.11 or later to install them in; omit it with `image`."
+                "Argument `packages` needs an `executor_image`, with Python "
+                "3.11 or later, to install them in. With `image`, omit it."
             )
 
     @property

@@ -74,9 +74,9 @@ class Job(Tasks):
     name: str = flag("tfdist", "name of the job and its pods")
     namespace: str = flag("default", "namespace of the job")
     gpus: int = flag(0, "GPUs of each task that computes gradients")
-    cpu: str | None = flag(None, "CPUs each task requests, as 4 or 500m")
-    memory: str | None = flag(None, "memory each task requests, as 16Gi")
-    max_restarts: int = flag(6, "how often the pods of a role may restart")
+    cpu: str | None = flag(None, "CPUs that each task requests: 4, 500m")
+    memory: str | None = flag(None, "memory per task, for example 16Gi")
+    max_restarts: int = flag(6, "maximum restarts of the pods of a role")
     egress: Sequence[str] = flag(
         (), "CIDR:PORT that the pods may connect to; can be repeated"
     )
@@ -96,8 +96,8 @@ class Job(Tasks):
                 )
         if self.ps and self.gpus > 1:
             raise ValueError(
-                "Argument `gpus` must be at most 1 with `ps`, where a worker "
-                f"computes on one GPU. Received: gpus={self.gpus}."
+                "Argument `gpus` must be at most 1 with `ps`, because a worker "
+                f"then uses only one GPU. Received: gpus={self.gpus}."
             )
         if not all(re.fullmatch(_CIDR_PORT, text) for text in self.egress):
             raise ValueError(
