@@ -217,6 +217,29 @@ def counter_and_flag(job):
     job.trains_as_fit(lambda: compiled(Settling(), layers.Dense(1)))
 
 
+class Centered(layers.Layer):
+    """Subtracts an average that it has just assigned."""
+
+    def build(self, shape):
+        self.average = self.add_weight((shape[-1],), "zeros", trainable=False)
+
+    def call(self, x, training=False):
+        if training:
+            self.average.assign(0.5 * (self.average + keras.ops.mean(x, 0)))
+        return x - self.average
+
+
+@case("an average that is subtracted")
+def average_that_is_subtracted(job):
+    half = tuple(np.concatenate([each[:6]] * 2) for each in examples())
+    job.trains_as_fit(
+        lambda: compiled(
+            layers.Dense(3, "tanh"), Centered(), layers.Dense(1, "sigmoid")
+        ),
+        half,
+    )
+
+
 # Adapted and quantized.
 
 

@@ -32,7 +32,8 @@ _ASSIGNS = re.compile(
 )
 # Ops that return their first input, or add to it.
 _ADDITIONS = {"AddV2", "Sub", "TensorScatterAdd", "TensorScatterSub"}
-_ADDITIONS |= {"Identity", "Cast", "Reshape", "Squeeze", "ExpandDims"}
+_ADDITIONS |= {"StopGradient", "Identity", "Cast"}
+_ADDITIONS |= {"Reshape", "Squeeze", "ExpandDims"}
 _CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
 _SHAPE_OF = {"Shape", "ShapeN", "Size", "Rank"}
 # Ops whose output shapes may depend on the values of floats. Those of all other
@@ -286,6 +287,11 @@ class TapedScope(keras.StatelessScope):
         self.state_mapping[id(variable)] = value
         self._taped.add(id(variable))
 
+    def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
+        """Assigns like a `tf.Variable`, through which no gradient flows."""
+        variable, value = update
+        super().add_update((variable, tf.stop_gradient(value)))
+
     def get_current_value(self, variable: keras.Variable) -> Any:
         """See `keras.StatelessScope`."""
         value = super().get_current_value(variable)
@@ -309,9 +315,9 @@ class _Scope(TapedScope):
         self.updated: dict[int, keras.Variable] = {}
 
     def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
-        variable, value = update
+        variable, _ = update
         self.updated[id(variable)] = variable
-        super().add_update((variable, tf.identity(value)))
+        super().add_update(update)
 
 
 def _nodes(graph: tf.Graph) -> Iterator[Any]:
