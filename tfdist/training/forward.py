@@ -310,9 +310,10 @@ class TapedScope(keras.StatelessScope):
         if inner is not None and inner not in _graphs_around():
             raise ValueError(
                 f"The model assigns {variable.path!r} in a branch or a loop "
-                "(such as `ops.cond`, `while_loop`, `map_fn`), so no value is "
-                "known outside of it. Return the new value from it, and assign "
-                "that outside, or assign `ops.where(condition, new, old)`."
+                "(`ops.cond`, `while_loop`, `map_fn`, a cell of an RNN), so no "
+                "value is known outside of it. Return the new value from it, "
+                "and assign that outside, or assign `ops.where(condition, new, "
+                "old)`; create an RNN with unroll=True."
             )
         if id(variable) in self._taped:
             if self.has_ended:
