@@ -217,6 +217,83 @@ def counter_and_flag(job):
     job.trains_as_fit(lambda: compiled(Settling(), layers.Dense(1)))
 
 
+class Centered(layers.Layer):
+    """Subtracts an average that it has just assigned."""
+
+    def build(self, shape):
+        self.average = self.add_weight((shape[-1],), "zeros", trainable=False)
+
+    def call(self, x, training=False):
+        if training:
+            self.average.assign(0.5 * (self.average + keras.ops.mean(x, 0)))
+        return x - self.average
+
+
+@case("an average that is subtracted")
+def average_that_is_subtracted(job):
+    half = tuple(np.concatenate([each[:6]] * 2) for each in examples())
+    job.trains_as_fit(
+        lambda: compiled(
+            layers.Dense(3, "tanh"), Centered(), layers.Dense(1, "sigmoid")
+        ),
+        half,
+    )
+
+
+class CountingInside(layers.Layer):
+    """Counts in the body of a loop, which is a graph of its own."""
+
+    def build(self, shape):
+        self.count = self.add_weight((), "zeros", trainable=False)
+
+    def call(self, x):
+        def body(i, y):
+            self.count.assign_add(1)
+            return i + 1, 0.9 * y
+
+        return keras.ops.while_loop(lambda i, _: i < 3, body, (0, x))[1]
+
+
+@case("a count in a loop", refused="in a branch or a loop")
+def count_in_a_loop(job):
+    job.trains_as_fit(lambda: compiled(CountingInside(), layers.Dense(1)))
+
+
+@case("a count in a loop of a subclass", refused="in a branch or a loop")
+def count_in_a_loop_of_a_subclass(job):
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.inside, self.last = CountingInside(), layers.Dense(1)
+
+        def call(self, x):
+            return self.last(self.inside(x))
+
+    def model_fn():
+        model = Model()
+        model.compile("sgd", "mse")
+        return model
+
+    job.trains_as_fit(model_fn)
+
+
+class DroppingInside(layers.Layer):
+    """Draws in a branch alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop = layers.Dropout(0.5)
+
+    def call(self, x, training=False):
+        dropped = lambda: self.drop(x, training=training)  # noqa: E731
+        return keras.ops.cond(keras.ops.sum(x) > 9e9, dropped, lambda: x)
+
+
+@case("Dropout in a branch")
+def dropout_in_a_branch(job):
+    job.trains_as_fit(lambda: compiled(DroppingInside(), layers.Dense(1)))
+
+
 # Adapted and quantized.
 
 

@@ -871,3 +871,35 @@ def test_a_file_is_replaced_at_once(tmp_path):
     results.write_json(str(path), {"a": 2})
     assert json.loads(path.read_text()) == {"a": 2}
     assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("kind", ["ragged", "sparse"])
+def test_losses_of_outputs_are_those_of_keras(tmp_path, kind):
+    """Batches of other sizes, whose size is known from no dense feature."""
+    combined = {"ragged": tf.RaggedTensor.from_tensor}.get(
+        kind, tf.sparse.from_dense
+    )
+
+    def model_fn():
+        ids = keras.Input([2], dtype="int64", **{kind: True})
+        table = tfdist.PartitionedEmbedding(9, 2, combiner="sum")
+        outputs = [keras.layers.Dense(1, name=n)(table(ids)) for n in "ab"]
+        model = keras.Model(ids, outputs)
+        model.compile("sgd", ["mse", "mae"])
+        return model
+
+    def input_fn():
+        ids = tf.reshape(tf.range(1, 17, dtype=tf.int64) % 9, [8, 2])
+        y = tf.reshape(tf.range(8.0), [8, 1])
+        data = tf.data.Dataset.from_tensor_slices((ids, y)).batch(5)
+        return data.map(lambda ids, y: (combined(ids), (y, y)))
+
+    run = tfdist.RunConfig(str(tmp_path))
+    estimator = tfdist.Estimator(model_fn, run)
+    estimator.train(input_fn)
+    model = estimator.restored_model()
+    wanted = model.evaluate(input_fn(), verbose=0, return_dict=True)
+    found = estimator.evaluate(input_fn)
+    assert {"a_loss", "b_loss"} < wanted.keys()
+    for name, value in wanted.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-5)

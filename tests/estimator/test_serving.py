@@ -38,6 +38,37 @@ def test_a_keras_model_is_served_from_tensors_and_examples(tmp_path):
         )
 
 
+def test_outputs_within_outputs_are_named_by_their_path(tmp_path):
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = (keras.layers.Dense(1) for _ in "ab")
+
+        def call(self, x):
+            return {"a": {"b": self.first(x)}, "c": (self.second(x),)}
+
+    def model_fn():
+        model = Model()
+        model.compile("sgd", {"a": {"b": "mse"}, "c": ("mse",)})
+        return model
+
+    x, y = examples(4)
+
+    def input_fn():
+        targets = {"a": {"b": y}, "c": (y,)}
+        return tf.data.Dataset.from_tensors((x, targets))
+
+    run = tfdist.RunConfig(str(tmp_path / "job"))
+    estimator = tfdist.Estimator(model_fn, run)
+    estimator.train(input_fn)
+    path = estimator.export_saved_model(str(tmp_path / "export"))
+    served = tf.saved_model.load(path).signatures["serve"](x=tf.constant(x))
+    expected = estimator.restored_model().predict(x, verbose=0)
+    assert served.keys() == {"a_b", "c_0"}
+    np.testing.assert_allclose(served["a_b"], expected["a"]["b"], rtol=1e-5)
+    np.testing.assert_allclose(served["c_0"], expected["c"][0], rtol=1e-5)
+
+
 def two_towers():
     inputs = {
         "user": keras.Input([], dtype="int32", name="user"),

@@ -281,6 +281,35 @@ def estimator(tmp_path, model_fn=logistic):
     return tfdist.Estimator(model_fn, config)
 
 
+class Calls(keras.layers.Layer):
+    """Counts its calls, in training or not, and answers with the count."""
+
+    def build(self, _):
+        self.count = self.add_weight((), "zeros", trainable=False)
+        self.scale = self.add_weight((), "ones")
+
+    def call(self, x):
+        self.count.assign_add(1)
+        return keras.ops.ones_like(x) * self.count * self.scale
+
+
+def test_evaluations_start_each_batch_from_the_checkpoint(tmp_path):
+    def model_fn():
+        model = keras.Sequential([keras.Input([1]), Calls()])
+        model.compile(keras.optimizers.SGD(0.0), "mae")
+        return model
+
+    def three_batches():
+        x = tf.zeros([3, 1])
+        return tf.data.Dataset.from_tensor_slices((x, x)).batch(1)
+
+    estimator = tfdist.Estimator(model_fn, tfdist.RunConfig(str(tmp_path)))
+    estimator.train(three_batches)  # The loss is the count.
+    assert estimator.evaluate(three_batches)["loss"] == 4
+    model = fitted(model_fn(), three_batches())
+    assert model.evaluate(three_batches(), verbose=0) == (4 + 5 + 6) / 3
+
+
 def test_a_loss_that_is_no_number_ends_training(tmp_path):
     def input_fn():
         return batches().map(lambda x, y: (x / 0.0, y))

@@ -85,8 +85,9 @@ class Serving:
     def of(cls, model: keras.Model, **kwargs: Any) -> Serving:
         """Creates a `Serving` from a Keras model's inputs and outputs.
 
-        Outputs are named by the keys of a dictionary, or `output_0` and so on,
-        as in Keras. `kwargs` override the attributes.
+        Outputs are named by the keys of a dictionary (in a dictionary within
+        it, `outer_inner`), or `output_0` and so on, as in Keras. `kwargs`
+        override the attributes.
 
         >>> x = keras.Input([2], name="x")
         >>> model = keras.Model(x, {"p": keras.layers.Dense(1)(x)})
@@ -109,7 +110,8 @@ class Serving:
             values = keras.tree.pack_sequence_as(structure, flat)
             outputs = model(values, training=False)
             if isinstance(outputs, Mapping):
-                return outputs
+                by_path = keras.tree.flatten_with_path(outputs)
+                return {"_".join(map(str, path)): y for path, y in by_path}
             flat = tf.nest.flatten(outputs)
             return {f"output_{i}": value for i, value in enumerate(flat)}
 

@@ -246,8 +246,7 @@ def trace_on_spec(run: Callable[[Any], Any], element_spec: Any) -> None:
     Nothing is executed; variables get their values when tracing is complete.
     """
     graph = tf.__internal__.FuncGraph("batch")
-    scope = keras.StatelessScope(collect_losses=True)
-    with scope, keras.SymbolicScope(), graph.as_default():
+    with TapedScope([]), keras.SymbolicScope(), graph.as_default():
         batch = tf.nest.map_structure(
             lambda spec: tf.compat.v1.placeholder(spec.dtype, spec.shape),
             element_spec,

@@ -32,7 +32,8 @@ _ASSIGNS = re.compile(
 )
 # Ops that return their first input, or add to it.
 _ADDITIONS = {"AddV2", "Sub", "TensorScatterAdd", "TensorScatterSub"}
-_ADDITIONS |= {"Identity", "Cast", "Reshape", "Squeeze", "ExpandDims"}
+_ADDITIONS |= {"StopGradient", "Identity", "Cast"}
+_ADDITIONS |= {"Reshape", "Squeeze", "ExpandDims"}
 _CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
 _SHAPE_OF = {"Shape", "ShapeN", "Size", "Rank"}
 # Ops whose output shapes may depend on the values of floats. Those of all other
@@ -279,16 +280,41 @@ class TapedScope(keras.StatelessScope):
     def __init__(self, values: Values) -> None:
         super().__init__(values, collect_losses=True)
         self._taped: set[int] = set()
+        self._entered: tf.Graph | None = None
+        # The graph of the branch or loop that last assigned a variable.
+        self._inner: dict[int, tf.Graph] = {}
         self.has_ended = False
+
+    def __enter__(self) -> TapedScope:
+        self._entered = tf.compat.v1.get_default_graph()
+        return super().__enter__()
 
     def tape(self, variable: keras.Variable, value: tf.Tensor) -> None:
         """Gives a variable this value, or rows, until it is assigned."""
         self.state_mapping[id(variable)] = value
         self._taped.add(id(variable))
 
+    def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
+        """Assigns like a `tf.Variable`, through which no gradient flows."""
+        variable, value = update
+        super().add_update((variable, tf.stop_gradient(value)))
+        graph = tf.compat.v1.get_default_graph()
+        self._inner.pop(id(variable), None)
+        if graph is not self._entered:
+            self._inner[id(variable)] = graph
+
     def get_current_value(self, variable: keras.Variable) -> Any:
         """See `keras.StatelessScope`."""
         value = super().get_current_value(variable)
+        inner = self._inner.get(id(variable))
+        if inner is not None and inner not in _graphs_around():
+            raise ValueError(
+                f"The model assigns {variable.path!r} in a branch or a loop "
+                "(`ops.cond`, `while_loop`, `map_fn`, a cell of an RNN), so no "
+                "value is known outside of it. Return the new value from it, "
+                "and assign that outside, or assign `ops.where(condition, new, "
+                "old)`; create an RNN with unroll=True."
+            )
         if id(variable) in self._taped:
             if self.has_ended:
                 raise ValueError(
@@ -309,9 +335,17 @@ class _Scope(TapedScope):
         self.updated: dict[int, keras.Variable] = {}
 
     def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
-        variable, value = update
+        variable, _ = update
         self.updated[id(variable)] = variable
-        super().add_update((variable, tf.identity(value)))
+        super().add_update(update)
+
+
+def _graphs_around() -> Iterator[tf.Graph]:
+    """The graph that is being traced, and those around it."""
+    graph = tf.compat.v1.get_default_graph()
+    while graph is not None:
+        yield graph
+        graph = getattr(graph, "outer_graph", None)
 
 
 def _nodes(graph: tf.Graph) -> Iterator[Any]:

@@ -115,7 +115,7 @@ class ModelStep(MetricStates):
         if trains and replicas and not own:
             compiled_model.check_sums(model)
         self._remote, self._replicas = remote, replicas
-        self._shapes = [s.shape for s in _flat(element_spec)]
+        self._element_spec = element_spec
         self.staleness: StalenessCounter | None = None
         if metrics and not own:
             build_metrics(model, element_spec)
@@ -370,16 +370,17 @@ class ModelStep(MetricStates):
             compiled_model.refuse_evaluation(self.model)
         # Keras weights losses of single outputs by the static batch size, if
         # known. It must be the dataset's, not that of this batch.
-        flat, shapes = _flat(batch), self._shapes
-        if len(shapes) != len(flat):  # Only one may have sample weights.
-            shapes = [tensor.shape for tensor in flat]
+        flat, spec = _flat(batch), self._element_spec
+        if len(_flat(spec)) != len(flat):  # Only one may have sample weights.
+            spec = batch
         relaxed = [
             tf.compat.v1.placeholder_with_default(
-                t, t.shape.most_specific_compatible_shape(shape)
+                t, t.shape.most_specific_compatible_shape(s.shape)
             )
-            for t, shape in zip(flat, shapes, strict=True)
+            for t, s in zip(flat, _flat(spec), strict=True)
         ]
-        batch = tf.nest.pack_sequence_as(batch, relaxed, expand_composites=True)
+        # A ragged or sparse tensor takes the size from `spec`, too.
+        batch = tf.nest.pack_sequence_as(spec, relaxed, expand_composites=True)
         with self._reading(EVALUATION, batch, states) as scope:
             loss, _ = compiled_model.forward_pass(self.model, batch, False)
         return self._after(scope, states, loss, batch)
