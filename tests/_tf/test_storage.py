@@ -209,7 +209,7 @@ def test_a_list_of_checkpoints_that_cannot_be_read(
     write(f"{directory}/checkpoint", b"model_checkpoint_path: 'cut off")
     jobs = checkpoints.Checkpoints(directory, {"v": tf.Variable(1.0)})
     for act in (jobs.restore, lambda: checkpoints.latest(directory)):
-        with pytest.raises(ValueError, match="to start over, move"):
+        with pytest.raises(ValueError, match="To start over, move"):
             act()
 
 

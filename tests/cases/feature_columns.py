@@ -363,6 +363,6 @@ _refuse(
 )
 _refuse(
     "features that are no dictionary",
-    "must be a dictionary from name to tensor",
+    "must be a dictionary from names to tensors",
     lambda: model_of(_FEW, lambda features: wide(SIZE)(features["size"])),
 )

@@ -143,7 +143,7 @@ def test_model_of_another_shape_is_told_and_left_alone(checkpoint):
     path, _ = checkpoint
     made = model(hidden=(4,))
     before = [v.numpy() for v in made.variables]
-    message = r"dnn/logits/kernel: \[4, 1\], there \[3, 1\]"
+    message = r"dnn/logits/kernel: \[4, 1\], saved \[3, 1\]"
     with pytest.raises(ValueError, match=message):
         read_estimator_checkpoint(made, path)
     for variable, value in zip(made.variables, before, strict=True):

@@ -115,7 +115,7 @@ def test_tasks_killed_while_they_insert(tmp_path, kind, kills):
     print(
         f"kills {collections.Counter(tasks)}, in {secs:.0f} s; restored at",
         [int(step) for step in re.findall(continues, told)],
-        f"saves cut off {told.count('No checkpoint of')}, whole {len(saved)}",
+        f"saves cut off {told.count('Failed to save')}, whole {len(saved)}",
     )
     assert len(saved) >= 4
     differ = [0]

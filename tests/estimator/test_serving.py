@@ -69,6 +69,13 @@ def test_outputs_within_outputs_are_named_by_their_path(tmp_path):
     np.testing.assert_allclose(served["c_0"], expected["c"][0], rtol=1e-5)
 
 
+def test_two_outputs_of_one_name():
+    x = keras.Input([2], name="x")
+    model = keras.Model(x, {"a": {"b": x}, "a_b": x + 1.0})
+    with pytest.raises(ValueError, match=r"have one name.*\('a', 'b'\)"):
+        Serving.of(model).predict({"x": tf.ones([1, 2])})
+
+
 def two_towers():
     inputs = {
         "user": keras.Input([], dtype="int32", name="user"),

@@ -221,7 +221,7 @@ def test_check_numerics_is_a_bool(value):
 @pytest.mark.parametrize("kind", [tfdist.TrainSpec, tfdist.EvalSpec])
 def test_a_hook_of_a_graph(kind):
     hook = tf.compat.v1.train.LoggingTensorHook(["loss"], every_n_iter=1)
-    with pytest.raises(TypeError, match=r"Take tfdist's LoggingTensorHook"):
+    with pytest.raises(TypeError, match=r"Use tfdist's LoggingTensorHook"):
         kind(input_fn, hooks=[hook])
 
 

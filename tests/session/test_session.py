@@ -370,7 +370,7 @@ def test_a_hook_asks_for_what_is_not_there():
         def before_run(self, run_context):
             return SessionRunArgs("nothing")
 
-    with pytest.raises(ValueError, match="no variable called 'nothing'"):
+    with pytest.raises(ValueError, match="variable is called 'nothing'"):
         train(counted(), hooks=[Asking()])
 
 

@@ -312,7 +312,7 @@ BAD_INPUT = {
     "no steps": (["--max_steps=0"], "flag --max_steps=0"),
     "no units": (
         ["--hidden_units=64,x"],
-        "--hidden_units must be sizes of at least 1",
+        "--hidden_units must be integers of at least 1",
     ),
     "unknown flag": (["--max_step=5"], "Unknown command line flag 'max_step'"),
     "argument": (["max_steps=5"], "Unexpected arguments: max_steps=5"),

@@ -111,7 +111,14 @@ class Serving:
             outputs = model(values, training=False)
             if isinstance(outputs, Mapping):
                 by_path = keras.tree.flatten_with_path(outputs)
-                return {"_".join(map(str, path)): y for path, y in by_path}
+                named = {"_".join(map(str, path)): y for path, y in by_path}
+                if len(named) < len(by_path):
+                    raise ValueError(
+                        f"Two outputs of model {model.name!r} have one name. "
+                        "Outputs in a dictionary within a dictionary are named "
+                        f"`outer_inner`. Received: {[p for p, _ in by_path]}."
+                    )
+                return named
             flat = tf.nest.flatten(outputs)
             return {f"output_{i}": value for i, value in enumerate(flat)}
 
