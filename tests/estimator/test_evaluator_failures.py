@@ -168,7 +168,7 @@ def test_never_starts(tmp_path):
         job.wait_for_line(CHIEF, "^INFO Saved .*-20")
         watch.say("training has ended")
         before = watch.secs()
-        warning = "without the evaluator's result of step 20 .* within 3 s"
+        warning = "without the evaluator's result of step 20 .* after 3 s"
         job.wait_for_line(CHIEF, warning)
         watch.say("the chief has given up")
         assert 2.5 < watch.secs() - before < 20
