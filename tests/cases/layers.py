@@ -332,7 +332,7 @@ class Noisy(layers.Layer):
 
 
 for name, layer, which in (
-    ("a tf.Variable", Scaled, "`scale` of layer 'scaled', which is none"),
+    ("a tf.Variable", Scaled, "`scale` of layer 'scaled', which is not"),
     ("a tf.Variable that counts", Counting, "`count` of layer 'counting'"),
     ("a tf.random.Generator", Noisy, "uses a variable, .*keras.random"),
 ):

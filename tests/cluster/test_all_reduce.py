@@ -171,7 +171,7 @@ def test_a_checkpoint_of_another_model_ends_every_process(tmp_path):
         reason = r"ValueError: Checkpoint \S+ does not fit the model:"
         assert re.search(f"^{reason}", job.output("chief:0"), re.MULTILINE)
         for task in TASKS[1:]:
-            message = f"^RuntimeError: The leader of the job .*: {reason}"
+            message = f"^RuntimeError: The job.s leader has failed: .*{reason}"
             assert re.search(message, job.output(task), re.MULTILINE)
 
 
