@@ -3,7 +3,7 @@ import threading
 import pytest
 import tensorflow as tf
 
-from tfdist._tf.mutex import alone
+from tfdist._tf.mutex import locked
 
 
 def test_what_is_read_and_written_alone_is_right():
@@ -12,7 +12,7 @@ def test_what_is_read_and_written_alone_is_right():
     @tf.function
     def step():
         for _ in range(20):
-            alone("count", lambda: count.assign(count + 1))
+            locked("count", lambda: count.assign(count + 1))
 
     step()  # The first call holds the others up.
     together = threading.Barrier(4)
@@ -40,7 +40,7 @@ def test_who_fails_alone_lets_others_go_on():
             with tf.control_dependencies([check]):
                 count.assign_add(1)
 
-        alone("fails", run)
+        locked("fails", run)
 
     for _ in range(3):
         with pytest.raises(tf.errors.InvalidArgumentError, match="It fails"):

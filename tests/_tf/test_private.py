@@ -835,7 +835,7 @@ def test_a_variable_beside_another_is_made_where_that_is(is_deferred):
     class Two(keras.layers.Layer):
         def build(self, shape):
             self.first = self.add_weight(shape=[3], name="first")
-            self.second = private_keras.VariableBeside(
+            self.second = private_keras.ColocatedZeros(
                 self.first, (2, 4), "int64", "second"
             )
             self._track_variable(self.second)

@@ -16,7 +16,7 @@ import tfdist
 from tfdist._tf.private_keras import reset_object_names
 from tfdist.checkpoint import checkpoints
 from tfdist.checkpoint.checkpoints import Checkpoints, named_variables, restore
-from tfdist.checkpoint.names import of_optimizers
+from tfdist.checkpoint.names import changed_slots
 from tfdist.training import optimizers
 
 
@@ -463,7 +463,7 @@ def test_a_weight_that_is_called_as_an_optimizer_s_counter_is(layer):
     shared = ["adam/iteration", "sgd/iteration", "sgd/learning_rate"]
     slots = [f"{layer}/iteration/adam/momentum", "d/kernel/adam/momentum"]
     saved, names = [*weights, *shared, *slots], [*weights, *shared, slots[0]]
-    assert of_optimizers(saved, names) == {*shared, *slots}
+    assert changed_slots(saved, names) == {*shared, *slots}
 
 
 def test_another_job_saves_in_the_same_directory(tmp_path):

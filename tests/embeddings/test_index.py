@@ -248,7 +248,7 @@ def test_threads_make_a_slot_for_each_id():
 
 def test_without_the_mutex_they_make_more(monkeypatch):
     """So the test above would see it."""
-    monkeypatch.setattr(module, "alone", lambda name, run: run())
+    monkeypatch.setattr(module, "locked", lambda name, run: run())
     for _ in range(30):
         slots, ids, _, rows_are_ready = stress()
         if slots != ids or not rows_are_ready:

@@ -208,7 +208,7 @@ def test_threads_never_update_the_row_of_another():
 @pytest.mark.slow
 def test_without_taking_turns_they_do(monkeypatch):
     """So the test above would see it."""
-    monkeypatch.setattr(growing, "alone", lambda _, run, needed: run())
+    monkeypatch.setattr(growing, "locked", lambda _, run, needed: run())
     for _ in range(20):
         try:
             _stress(50)

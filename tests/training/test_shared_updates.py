@@ -107,7 +107,7 @@ def without_lock(kernel):
     return lambda **arguments: kernel(**arguments | {"use_locking": False})
 
 
-def not_alone(name, run, needed):
+def unlocked(name, run, needed):
     run()
 
 
@@ -124,7 +124,7 @@ def scatter_sub(ref, indices, updates):
 )
 def test_without_locks_they_would(name, by_rows, monkeypatch):
     """So the test above would see it."""
-    monkeypatch.setattr(optimizers, "alone", not_alone)
+    monkeypatch.setattr(optimizers, "locked", unlocked)
     monkeypatch.setattr(OPS, "ResourceScatterNdSub", scatter_sub)
     for rule, (*others, of_rows) in kernels._RULES.items():
         entry = *others, of_rows and without_lock(of_rows)
@@ -151,7 +151,7 @@ def begun(num_threads, times):
 def test_threads_lose_no_factor(monkeypatch):
     expected = begun(1, 4)
     assert begun(4, 1) == expected
-    monkeypatch.setattr(optimizers, "alone", not_alone)
+    monkeypatch.setattr(optimizers, "locked", unlocked)
     if all(begun(4, 1) == expected for _ in range(30)):
         pytest.fail("Threads never met.")
 

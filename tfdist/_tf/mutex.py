@@ -10,7 +10,7 @@ import tensorflow as tf
 Result = TypeVar("Result")
 
 
-def alone(
+def locked(
     name: str, run: Callable[[], Result], needed: Sequence[tf.Tensor] = ()
 ) -> Result:
     """Calls `run` under the device's mutex of this name, in a `tf.function`.
@@ -19,7 +19,7 @@ def alone(
     when all side effects have succeeded or failed. Calls must not be nested.
     """
 
-    def locked() -> Result:
+    def run_locked() -> Result:
         # Mutexes are on CPUs, even if the variables are not.
         mutex = tf.raw_ops.MutexV2(container="", shared_name=name)
         with tf.control_dependencies(needed):
@@ -36,5 +36,5 @@ def alone(
 
     # In the caller's function, all servers' stateful ops would run in sequence.
     if tf.inside_function():
-        return tf.function(locked, autograph=False)()
-    return locked()
+        return tf.function(run_locked, autograph=False)()
+    return run_locked()

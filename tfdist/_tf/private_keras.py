@@ -291,7 +291,7 @@ def counter(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
     return getattr(optimizer, "inner_optimizer", optimizer)._iterations
 
 
-class VariableBeside(keras.Variable):
+class ColocatedZeros(keras.Variable):
     """Non-trainable zeros, created on another variable's device.
 
     Keras initializes variables later if a model is built without being run.

@@ -22,14 +22,14 @@ from tfdist._tf.private_positions import (
     restore_position,
 )
 from tfdist.checkpoint.held import HeldValues, can_hold
-from tfdist.checkpoint.names import load_variable as load_variable
 from tfdist.checkpoint.names import (
-    may_differ,
-    of_optimizers,
+    changed_slots,
+    optional_names,
     other_dtypes,
     saved_shapes,
     values_of,
 )
+from tfdist.checkpoint.names import load_variable as load_variable
 from tfdist.checkpoint.names import named_variables as named_variables
 from tfdist.checkpoint.names import step_of as step_of
 from tfdist.training.finite import FiniteCheck, NonFiniteVariablesError
@@ -398,8 +398,8 @@ def restore(
     1.0
     """
     saved, variables = saved_shapes(path), values_of(variables)
-    others = of_optimizers(saved, variables) if exact else set()
-    left = others | may_differ(saved, variables)
+    others = changed_slots(saved, variables) if exact else set()
+    left = others | optional_names(saved, variables)
     variables = {n: v for n, v in variables.items() if n not in left}
     saved = {n: shape for n, shape in saved.items() if n not in left}
     problems = [

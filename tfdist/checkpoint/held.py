@@ -79,10 +79,10 @@ class HeldValues:
         if isinstance(variable, PartitionedVariable):
             runs = [own for _, own in variable.runs]
             shards = [shard for shard, _ in variable.runs]
-            return PartitionedVariable([*map(self._beside, shards)], runs)
-        return self._beside(variable)
+            return PartitionedVariable([*map(self._create_copy, shards)], runs)
+        return self._create_copy(variable)
 
-    def _beside(self, variable: tf.Variable) -> tf.Variable:
+    def _create_copy(self, variable: tf.Variable) -> tf.Variable:
         task, _, _ = variable.device.partition("/device:")
         with tf.device(f"{task}/device:CPU:0"):
             held = UninitializedVariable(

@@ -134,11 +134,11 @@ def _add_optimizer(
                 seen.add(id(variable))
 
 
-def of_optimizers(saved: Iterable[str], names: Iterable[str]) -> set[str]:
+def changed_slots(saved: Iterable[str], names: Iterable[str]) -> set[str]:
     """Returns optimizer variables if slots differ since others are trained.
 
     >>> saved = ["a/kernel", "b/kernel", "adam/iteration"]
-    >>> sorted(of_optimizers(saved, [*saved, "a/kernel/adam/momentum"]))
+    >>> sorted(changed_slots(saved, [*saved, "a/kernel/adam/momentum"]))
     ['a/kernel/adam/momentum', 'adam/iteration']
     """
     both = {*saved, *names}
@@ -166,12 +166,12 @@ def of_optimizers(saved: Iterable[str], names: Iterable[str]) -> set[str]:
     }
 
 
-def left_out(saved: Iterable[str], names: Iterable[str]) -> list[str]:
+def missing(saved: Iterable[str], names: Iterable[str]) -> list[str]:
     """Returns the weights in `saved` that a model with `names` lacks.
 
     Ignores optimizer variables, random seeds, and variables that may differ.
 
-    >>> left_out(["a/bias", "a/bias/sgd/momentum", "b/bias", "sgd/iteration"],
+    >>> missing(["a/bias", "a/bias/sgd/momentum", "b/bias", "sgd/iteration"],
     ...          ["a/bias"])
     ['b/bias']
     """
@@ -180,21 +180,21 @@ def left_out(saved: Iterable[str], names: Iterable[str]) -> list[str]:
     others |= {_OF_STEP, SEED_STATE_NAME}
     return sorted(
         name
-        for name in saved - names - {GLOBAL_STEP} - may_differ(saved, names)
+        for name in saved - names - {GLOBAL_STEP} - optional_names(saved, names)
         # Neither the name of a slot, nor of another optimizer variable.
         if not others.intersection(name.split("/")[-2:])
         and name.partition("/")[0] not in others
     )
 
 
-def may_differ(saved: Iterable[str], names: Iterable[str]) -> set[str]:
+def optional_names(saved: Iterable[str], names: Iterable[str]) -> set[str]:
     """Returns variables that only one side has, and that are optional.
 
     Learning rates, if the other side has a schedule; the counts of
     `DynamicEmbedding(admit_after=...)`, if the other side admits every id.
 
-    >>> may_differ(["sgd/iteration", "sgd/learning_rate"], ["sgd/iteration"])
-    {'sgd/learning_rate'}
+    >>> optional_names(["a/iteration", "a/learning_rate"], ["a/iteration"])
+    {'a/learning_rate'}
     """
     one, both = {*saved} ^ {*names}, {*saved} & {*names}
     beside = {"learning_rate": "iteration", "sketch": "keys"}

@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 _CHIEF = "ram://tfdist/chief"
 _LET_GO = "ram://tfdist/dismiss_tasks"
-_SAID, _CONNECTED = "ram://tfdist/said", "."
+_RECORD, _CONNECTED = "ram://tfdist/said", "."
 _POLL_SECS = 0.2
 _ROUND_SECS = 10.0
 # TensorFlow never frees the functions that were running when a step failed
@@ -148,12 +148,12 @@ def _serve_until_done(
     chief, chief_state = cluster.tasks["chief"][0], TaskState.DEAD
     next_round = 0.0
     while True:
-        said = _said()
-        if _is_done(said) and _stays(said, chief, sigterm):
+        record = _record()
+        if _is_done(record) and _chief_has_left(record, chief, sigterm):
             break
         if sigterm.received:
             wait_until_gone(chief, _TERM_SECS)
-            if _is_done(_said()):
+            if _is_done(_record()):
                 break
             sigterm.leave()
         if time.monotonic() >= next_round:
@@ -163,7 +163,7 @@ def _serve_until_done(
             before, chief_state = chief_state, probe(chief)
             if chief_state is not before:
                 _log.info("The chief at %s is %s.", chief, chief_state.value)
-        if restart and said.count(_CONNECTED) >= _MOST_CONNECTIONS:
+        if restart and record.count(_CONNECTED) >= _MOST_CONNECTIONS:
             restart(f"{_MOST_CONNECTIONS} connections of a chief")
         if tf.io.gfile.exists(_LET_GO):
             time.sleep(_LET_GO_SECS)
@@ -175,15 +175,15 @@ def _serve_until_done(
     _log.info("Task %s ends: the chief is done.", cluster.task)
 
 
-def _stays(said: str, chief: str, sigterm: Sigterm) -> bool:
+def _chief_has_left(record: str, chief: str, sigterm: Sigterm) -> bool:
     """Waits up to a minute for the chief to exit; whether it sent no more.
 
     The chief's process still has to free its resources on this server.
     """
     wait_until_gone(
-        chief, _GOODBYE_SECS, lambda: sigterm.received or _said() != said
+        chief, _GOODBYE_SECS, lambda: sigterm.received or _record() != record
     )
-    return _said() == said
+    return _record() == record
 
 
 def _trim_memory() -> None:
@@ -195,18 +195,18 @@ def _trim_memory() -> None:
     ctypes.CDLL(None).malloc_trim(0)
 
 
-def _said() -> str:
+def _record() -> str:
     """The log of chiefs: "." for each connection, "n;" when job n is done.
 
     In "..1;.2;", the chief connected twice in the first job.
     """
-    return storage.read_text(_SAID) or ""
+    return storage.read_text(_RECORD) or ""
 
 
-def _is_done(said: str) -> bool:
+def _is_done(record: str) -> bool:
     """Whether the job served by this call is done and no other is running."""
-    jobs = map(int, re.findall(r"\d+", said))
-    goes_on = said.endswith(_CONNECTED)
+    jobs = map(int, re.findall(r"\d+", record))
+    goes_on = record.endswith(_CONNECTED)
     return not goes_on and max(jobs, default=0) >= len(_serves)
 
 
@@ -242,7 +242,7 @@ def release_again(cluster: Cluster) -> None:
         problem = answer.state.value
         if answer.state is TaskState.LIVE:
             try:
-                _write(task, _SAID, f"{len(_released)};")
+                _write(task, _RECORD, f"{len(_released)};")
                 continue
             except tf.errors.OpError as error:
                 problem = summarize_error(error)
@@ -267,7 +267,7 @@ def dismiss_tasks(tasks: Iterable[str]) -> None:
 def admit_tasks(cluster: Cluster, tasks: Iterable[str]) -> None:
     """Records the connection at new workers, then `wait_until_connected`."""
     for task in tasks:
-        _write(task, _SAID, _CONNECTED)
+        _write(task, _RECORD, _CONNECTED)
     wait_until_connected(cluster, _ROUND_SECS)
 
 
@@ -330,7 +330,7 @@ def hold(cluster: Cluster) -> None:
         _write("ps:0", _CHIEF, json.dumps(own) + "\n")
     _held.add(address)
     for task in cluster.addresses(*SERVER_JOBS):
-        _write(task, _SAID, _CONNECTED)
+        _write(task, _RECORD, _CONNECTED)
 
 
 def wait_until_connected(cluster: Cluster, timeout_secs: float) -> None:
@@ -344,7 +344,7 @@ def wait_until_connected(cluster: Cluster, timeout_secs: float) -> None:
         found = []
         for task in cluster.addresses("ps"):
             with tf.device(_device(task)):
-                found.append(tf.io.matching_files(_SAID))
+                found.append(tf.io.matching_files(_RECORD))
         return found
 
     deadline = time.monotonic() + timeout_secs

@@ -110,7 +110,7 @@ def with_context(
     return call
 
 
-def of_a_worker(
+def trace_for_workers(
     input_fn: InputFn, num_workers: int, first_pass: Callable[[], tf.Tensor]
 ) -> tuple[tf.types.experimental.ConcreteFunction, WorkerContext]:
     """Traces an input function for all workers; returns it with its context.

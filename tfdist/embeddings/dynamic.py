@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist._tf.arguments import check_positive
-from tfdist._tf.private_keras import VariableBeside
+from tfdist._tf.private_keras import ColocatedZeros
 from tfdist.embeddings.admission import MOST, WIDTH
 from tfdist.embeddings.growing import COUNTED, Found, Growing, GrowingShards
 from tfdist.embeddings.index import BUCKET, MOST_ROWS, OLDEST, SEGMENT, mixed
@@ -25,7 +25,7 @@ _NOT_HERE = (
 ).split()
 
 # Auxiliary variables of each shard: name, dtype, and shape for one segment.
-_BESIDE = (
+_AUXILIARY = (
     ("keys", "int64", (SEGMENT // BUCKET, BUCKET)),
     ("seen", "int32", (SEGMENT,)),
     ("counters", "int64", (1, 3)),
@@ -172,23 +172,23 @@ class DynamicEmbedding(PartitionedEmbedding):
             return
         super().build(*input_shapes)
         for i, shard in enumerate(self.shards):
-            kinds = _BESIDE if self.admit_after > 1 else _BESIDE[:-1]
-            beside = [self._beside(i, *kind) for kind in kinds]
+            kinds = _AUXILIARY if self.admit_after > 1 else _AUXILIARY[:-1]
+            auxiliary = [self._auxiliary(i, *kind) for kind in kinds]
             self._growing.append(
-                Growing(self, shard, self._segments[i][0], *beside)
+                Growing(self, shard, self._segments[i][0], *auxiliary)
             )
 
     def _initializer_of(self, shard: int) -> Callable[..., tf.Tensor]:
         """Returns zeros: a row is initialized when an id gets it."""
         return keras.initializers.Zeros()
 
-    def _beside(
+    def _auxiliary(
         self, i: int, name: str, dtype: str, shape: tuple[int, ...]
     ) -> keras.Variable:
         """Creates an auxiliary variable; `shape` is that for one segment."""
         (first, num), (size, *rest) = self._segments[i], shape
         part = f"_part_{i}" if self.num_shards > 1 else ""
-        variable = VariableBeside(
+        variable = ColocatedZeros(
             self.shards[i], (num * size, *rest), dtype, f"{name}{part}"
         )
         if part:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfdist._tf.mutex import alone
+from tfdist._tf.mutex import locked
 from tfdist._tf.tracing import traced
 from tfdist.embeddings import admission, index
 from tfdist.embeddings.places import WRITE, Places, places_of
@@ -21,7 +21,7 @@ COUNTED = "refused", "not_admitted", "evicted_ids"
 ids that were not admitted yet, and ids that lost their rows."""
 _EVICTING = "tfdist_evicting"  # A server's mutex for tables that evict.
 
-Beside = Sequence[tuple[keras.Variable, float | None]]
+SlotDefaults = Sequence[tuple[keras.Variable, float | None]]
 """Slot variables of a shard and their initial values (None: the row's)."""
 
 
@@ -112,14 +112,14 @@ class GrowingShards:
         found: Found,
         gradient: tf.Tensor,
         iteration: tf.Tensor,
-        beside: Sequence[Beside],
+        its_slots: Sequence[SlotDefaults],
     ) -> list[tuple[tf.Tensor, tf.Tensor]]:
         """Returns for each shard the slots of its unique keys, and gradients.
 
         Keys without a row get one, if they are admitted and there is room; else
         they are left out and counted. An id that lost its row after the row was
         read counts as new. `iteration`, int64, is the number of earlier
-        updates; `beside` has the slot variables of each shard, in equal order.
+        updates; `its_slots` has the slot variables of each shard, in one order.
         """
         keys, places, slots, read, is_whole = found
         now = tf.cast(iteration + 1, tf.int32)
@@ -138,7 +138,7 @@ class GrowingShards:
                 rows = self._first_rows(new, its)
             else:
                 rows = tf.gather_nd(read, missing)
-            given = self._inserted(new, its, rows, now, beside)
+            given = self._inserted(new, its, rows, now, its_slots)
             every = tf.tensor_scatter_nd_update(slots, missing, given)
 
             def kept() -> list[tf.Tensor]:
@@ -178,7 +178,7 @@ class GrowingShards:
         places: Places,
         rows: tf.Tensor,
         now: tf.Tensor,
-        beside: Sequence[Beside],
+        its_slots: Sequence[SlotDefaults],
     ) -> tf.Tensor:
         """Returns slots of new keys, initialized with `rows`; see `insert`."""
 
@@ -187,7 +187,7 @@ class GrowingShards:
         ) -> list[Any]:
             own = tf.gather(rows, which)
             ops = places.scatter(WRITE, self.shards, slots, own)
-            for kind in zip(*beside, strict=True):
+            for kind in zip(*its_slots, strict=True):
                 variables, (value, *_) = zip(*kind, strict=True)
                 first = own if value is None else tf.fill(tf.shape(own), value)
                 ops += places.scatter(WRITE, variables, slots, first)
@@ -304,13 +304,13 @@ class TracedShards(GrowingShards):
         found: Found,
         gradient: tf.Tensor,
         iteration: tf.Tensor,
-        beside: Sequence[Beside],
+        its_slots: Sequence[SlotDefaults],
     ) -> list[tuple[tf.Tensor, tf.Tensor]]:
-        """See `GrowingShards`; each call must pass the same `beside`."""
+        """See `GrowingShards`; each call must pass the same `its_slots`."""
         if self._claimed is None:
             claimed: Callable[..., Any] = super().claimed
             # A partial would make TensorFlow treat the variables as inputs.
-            self._claimed = _traced_once(lambda *own: claimed(*own, beside))
+            self._claimed = _traced_once(lambda *own: claimed(*own, its_slots))
         return self._claimed(found, gradient, iteration)
 
 
@@ -353,7 +353,7 @@ def serialized_updates(
     """
     found = filter(None, map(growing_of, shards))
     if any(growing.table.evict_after_steps for growing in found):
-        alone(_EVICTING, update, after)
+        locked(_EVICTING, update, after)
     else:
         update()
 

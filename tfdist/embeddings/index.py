@@ -19,7 +19,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist._tf.mutex import alone
+from tfdist._tf.mutex import locked
 from tfdist.embeddings.places import Places
 
 BUCKET, SEGMENT = 16, 4096
@@ -150,7 +150,7 @@ def insert(
             shape_invariants=[tf.TensorShape([None]), tf.TensorShape([])],
         )[0]
 
-    return alone(_INSERTING, run)
+    return locked(_INSERTING, run)
 
 
 def _round(

@@ -17,7 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist._tf import storage
-from tfdist.checkpoint.names import left_out, saved_shapes
+from tfdist.checkpoint.names import missing, saved_shapes
 
 _log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def warn_of_untrained(model_dir: str) -> None:
 
 def warn_of_left_out(path: str, names: Iterable[str]) -> None:
     """Warns of weights in a checkpoint that the model with `names` lacks."""
-    left = left_out(saved_shapes(path), names)
+    left = missing(saved_shapes(path), names)
     if left:
         _log.warning(
             "The model lacks variables %s of %s: it is not the model that was "

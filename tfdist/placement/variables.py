@@ -19,7 +19,7 @@ import tensorflow as tf
 from tfdist._tf.arguments import check_at_least, check_callable, check_type
 from tfdist._tf.private import UninitializedVariable
 from tfdist._tf.private_keras import (
-    VariableBeside,
+    ColocatedZeros,
     forget_rates,
     make_paths_unique,
 )
@@ -238,7 +238,7 @@ def _describe(
         variables = [
             v
             for v in model.variables
-            if id(v) not in metrics and not isinstance(v, VariableBeside)
+            if id(v) not in metrics and not isinstance(v, ColocatedZeros)
         ]
         variables.sort(key=lambda v: order.get(id(v.value), len(order)))
         if optimizer := getattr(model, "optimizer", None):

@@ -91,7 +91,7 @@ class Accumulators:
     ) -> None:
         """Stores a worker's results in `own`, its entry in `of_workers`."""
         layout = self._layout
-        for server, updates, sent in exchange.carried(layout, found, [], fence):
+        for server, updates, sent in exchange.deliver(layout, found, [], fence):
             self._changed.update(updates)
             kept, asked = own[server.device], found.requests.at[server.device]
             values = iter(sent)

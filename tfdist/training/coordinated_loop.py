@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tfdist._tf import private, private_workers
 from tfdist.cluster.spec import Cluster
-from tfdist.data.input_fns import InputFn, counted, of_a_worker
+from tfdist.data.input_fns import InputFn, counted, trace_for_workers
 from tfdist.data.input_wait import InputWatch, TimedIterator, awaited
 from tfdist.training import loop
 from tfdist.training.fence import Generations
@@ -270,7 +270,7 @@ class CoordinatedLoop(Loop):
         """
         self._first.assign(self._applied - self._generations.current)
         if self._dataset is None:
-            self._dataset, asked = of_a_worker(
+            self._dataset, asked = trace_for_workers(
                 self._input_fn, self._workers.num_workers, self._first_pass
             )
             self.fixed_shares = asked.fixed_share

@@ -227,7 +227,7 @@ def push(
         scalars.append(tf.cast(found.finite, tf.float32))
     arrived: dict[str, tf.Tensor] = {}
     requests = Requests(following, {s.device: {} for s in layout.servers})
-    for server, updates, sent in carried(
+    for server, updates, sent in deliver(
         layout, found, scalars, fence, following
     ):
         if following and server.shards:
@@ -251,7 +251,7 @@ def as_floats(number: tf.Tensor) -> list[tf.Tensor]:
     return [tf.cast(part, tf.float32) for part in parts]
 
 
-def carried(
+def deliver(
     layout: Layout,
     found: StepGradients,
     scalars: Sequence[tf.Tensor],
@@ -312,7 +312,7 @@ def apply(
     updates: list[int],
     asked: dict[int, Request],
 ) -> None:
-    """Does one server's part of `push` with the tensors `carried` to it."""
+    """Does one server's part of `push` with the tensors sent to it."""
     num, sent = len(layout.parts), iter(values)
     rates, (high, low, *finite) = scalars[:num], scalars[num:]
     iteration = tf.cast(high, tf.int64) * _EXACT + tf.cast(low, tf.int64)

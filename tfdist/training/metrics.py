@@ -147,15 +147,15 @@ class MetricStates:
         ]
         self._sizes = [1, 1, *(v.size for v in self._start)]
         self._is_kept = [id(v) in kept for v in variables]
-        self._stays = [trains and is_kept for is_kept in self._is_kept]
+        self._lasts = [trains and is_kept for is_kept in self._is_kept]
         self.reset()
 
     def zero_states(self) -> States:
         """The states before any example; those kept in variables continue."""
         states = [tf.zeros([], tf.float32)] * 2
-        known = zip(self._metrics, self._start, self._stays, strict=True)
-        for v, start, stays in known:
-            if stays:
+        known = zip(self._metrics, self._start, self._lasts, strict=True)
+        for v, start, lasts in known:
+            if lasts:
                 states.append(tf.convert_to_tensor(v.value))
             elif np.any(start):
                 states.append(tf.constant(start))
@@ -226,9 +226,9 @@ class MetricStates:
 
     def resume_metrics(self, packed: np.ndarray) -> bool:
         """Restores kept states from packed ones; returns whether any exist."""
-        if any(self._stays):
+        if any(self._lasts):
             self._assign(self._unpacked(packed)[2:])
-        return any(self._stays)
+        return any(self._lasts)
 
     def _scope(self, states: States, values: Values = ()) -> TapedScope:
         """A scope in which metrics have these states, and others `values`."""
@@ -252,8 +252,8 @@ class MetricStates:
     def _assign(self, values: Sequence[Any], every: bool = False) -> None:
         """Assigns to the variables that training keeps, or to `every` one."""
         pairs = zip(self._metrics, values, strict=True)
-        for (variable, value), stays in zip(pairs, self._stays, strict=True):
-            if stays or every:
+        for (variable, value), lasts in zip(pairs, self._lasts, strict=True):
+            if lasts or every:
                 variable.value.assign(value)
 
 

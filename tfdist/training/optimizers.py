@@ -17,8 +17,8 @@ import tensorflow as tf
 from keras.optimizers import Optimizer
 
 from tfdist._tf import private_keras, versions
-from tfdist._tf.mutex import alone
-from tfdist.embeddings.growing import Beside, GrowingShards
+from tfdist._tf.mutex import locked
+from tfdist.embeddings.growing import GrowingShards, SlotDefaults
 from tfdist.training.kernels import fused_update, is_fused
 from tfdist.training.multi_optimizer import MultiOptimizer
 from tfdist.training.slots import (
@@ -248,7 +248,7 @@ def apply(
         run()
     else:
         needed = [t for _, *each in found for t in each if t is not None]
-        alone(f"{optimizer.name}/updates", run, [*needed, rate, iteration])
+        locked(f"{optimizer.name}/updates", run, [*needed, rate, iteration])
 
 
 def _apply(
@@ -291,7 +291,7 @@ def _claimed(
         return [(variable, gradient, ids)]
     first = getattr(optimizer, "initial_accumulator_value", 0.0)
     begins = {"accumulator": first}  # As in Keras; other slots at zero.
-    beside: list[Beside] = []
+    beside: list[SlotDefaults] = []
     for shard in variable.shards:
         kinds = named_slots(optimizer, shard) if variable.evicts else {}
         own = [(slot, begins.get(kind, 0.0)) for kind, slot in kinds.items()]
@@ -347,7 +347,7 @@ def begin_step(
 
     if shared:
         with tf.device(product.device):
-            alone(f"{optimizer.name}/product", run, [tf.identity(factor)])
+            locked(f"{optimizer.name}/product", run, [tf.identity(factor)])
     else:
         run()
 
