@@ -23,6 +23,7 @@ import tensorflow as tf
 
 import tfdist
 from tests.recovery_job import HURRY
+from tfdist.cluster.peers import Peers
 
 ROWS = 50
 
@@ -137,6 +138,8 @@ def flags():
     parser.add_argument("--dies_once")
     # The task that runs another program than the others.
     parser.add_argument("--stranger")
+    # The task that hears of the leader's announcements late.
+    parser.add_argument("--late")
     return parser.parse_args()
 
 
@@ -144,6 +147,9 @@ def main():
     args = flags()
     logging.basicConfig(format="%(levelname)s %(message)s", force=True)
     logging.getLogger("tfdist").setLevel(logging.INFO)
+    if args.late == tfdist.Cluster.from_env().task:
+        heard = Peers.next
+        Peers.next = lambda *args: time.sleep(2) or heard(*args)
     input_fn = functools.partial(global_batches, args)
     if args.own_batches:
 

@@ -165,7 +165,7 @@ def test_another_program_is_named(tmp_path):
 def test_a_checkpoint_of_another_model_ends_every_process(tmp_path):
     variables = {"another/kernel": tf.Variable([1.0])}
     checkpoints.Checkpoints(str(tmp_path / "model"), variables).save(3)
-    with start(tmp_path / "model") as job:
+    with start(tmp_path / "model", "--late=worker:0") as job:
         wait_until_gone(job, TASKS, timeout_secs=60)
         assert set(map(tuple, job.exit_codes().values())) == {(1,)}
         reason = r"ValueError: Checkpoint \S+ does not fit the model:"

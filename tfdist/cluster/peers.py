@@ -87,16 +87,19 @@ class Peers:
         self._write(f"{what}/{self.name}", value)
 
     def wait_for_others(
-        self, what: str, watch: Callable[[], None] = lambda: None
+        self,
+        what: str,
+        watch: Callable[[], None] = lambda: None,
+        secs: float = _PATIENCE_SECS,
     ) -> dict[str, str]:
         """The announcements of all other processes, by task name.
 
-        Raises OpError if a process is gone, or silent for two minutes.
+        Raises OpError if a process is gone, or silent for `secs`.
         """
         said = {}
         for name in self._others:
             look = self._watching(name, watch)
-            said[name] = self._wait_for(f"{what}/{name}", look, _PATIENCE_SECS)
+            said[name] = self._wait_for(f"{what}/{name}", look, secs)
         return said
 
     def _watching(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -19,6 +20,8 @@ from tfdist.cluster.termination import Sigterm
 from tfdist.session.recovery import restart_process
 
 _log = logging.getLogger(__name__)
+# How long a leader that fails keeps its announcements: others may be in a step.
+_FAILED_SECS = 10.0
 
 
 @dataclasses.dataclass(eq=False)
@@ -60,6 +63,14 @@ class Lockstep:
         """Returns, on the leader, a process that has asked to leave."""
         return self._peers.leaving()
 
+    def fail(self, reason: str) -> None:
+        """Ends the followers, on the leader, and waits until they know why."""
+        if not self._peers.leads:
+            return
+        with contextlib.suppress(tf.errors.OpError):  # Some may be gone.
+            self._peers.tell(failed=reason)
+            self._peers.wait_for_others("failed", self.watch, _FAILED_SECS)
+
     def regroup(self, workers: Iterable[str]) -> None:
         """Ends this group, on the leader; the given workers restart."""
         self._peers.tell(regroup=[*workers])
@@ -84,6 +95,7 @@ class Lockstep:
                 self.watch()
             command = self._peers.next(self.watch)
             if "failed" in command:
+                self._peers.announce("failed")
                 raise RuntimeError(
                     f"The job's leader has failed: {command['failed']}"
                 )

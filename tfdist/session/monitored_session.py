@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import time
@@ -424,8 +423,7 @@ class MonitoredTrainingSession(RecoverableSession):
     def _tell_failure(self, error: BaseException | None) -> None:
         """Ends the followers, too, which would wait for the leader."""
         if self._lockstep and isinstance(error, Exception):
-            with contextlib.suppress(tf.errors.OpError):
-                self._lockstep.tell(failed=f"{type(error).__name__}: {error}")
+            self._lockstep.fail(f"{type(error).__name__}: {error}")
 
     def _release(self) -> None:
         """Releases resources at the end, normal or not."""
