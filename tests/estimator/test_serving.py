@@ -8,7 +8,7 @@ from small_models import examples, logistic
 import tfdist
 from tests.cases.models import compiled
 from tfdist.estimator.saved_models import export_saved_model
-from tfdist.estimator.serving import Serving
+from tfdist.estimator.serving import Serving, write
 from tfdist.training.compiled_model import checked_model
 
 
@@ -74,6 +74,15 @@ def test_two_outputs_of_one_name():
     model = keras.Model(x, {"a": {"b": x}, "a_b": x + 1.0})
     with pytest.raises(ValueError, match=r"have one name.*\('a', 'b'\)"):
         Serving.of(model).predict({"x": tf.ones([1, 2])})
+
+
+@pytest.mark.parametrize("other", [{"a": {"b": 0}}, {"a b": 0}])
+def test_two_inputs_of_one_name(other, tmp_path):
+    x, y = keras.Input([2], name="x"), keras.Input([2], name="y")
+    other = keras.tree.map_structure(lambda _: x, other)
+    model = keras.Model({**other, "a_b": y}, x - y)
+    with pytest.raises(ValueError, match=r"inputs of .* have one name.*'a_b'"):
+        write(Serving.of(model), str(tmp_path))
 
 
 def two_towers():

@@ -138,7 +138,7 @@ def test_averages_of_weights_whose_slots_are_taken(tmp_path):
     """Other averages begin at their weights."""
 
     def averaging():
-        return logistic(keras.optimizers.SGD(0.1, use_ema=True))
+        return logistic(keras.optimizers.SGD(0.1, use_ema=True, name="sgd"))
 
     config = tfdist.RunConfig(tmp_path / "old", cluster=Cluster())
     before = tfdist.Estimator(averaging, config).train(endless, steps=5)

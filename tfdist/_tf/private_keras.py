@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import math
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -333,7 +334,8 @@ def resume_at(
     epoch, batches = divmod(step, steps_per_epoch)
     callback._current_epoch = epoch
     callback._batches_seen_since_last_saving = step % callback.save_freq
-    callback._last_batch_seen = batches - 1 if batches else None
+    # Infinity: the next batch is the first of an epoch. Keras 3.12 has no None.
+    callback._last_batch_seen = batches - 1 if batches else math.inf
 
 
 def part_index(optimizer: Any, variable: keras.Variable) -> int:

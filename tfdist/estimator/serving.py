@@ -20,7 +20,7 @@ import dataclasses
 import keyword
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from inspect import signature
 from typing import Any
 
@@ -112,12 +112,7 @@ class Serving:
             if isinstance(outputs, Mapping):
                 by_path = keras.tree.flatten_with_path(outputs)
                 named = {"_".join(map(str, path)): y for path, y in by_path}
-                if len(named) < len(by_path):
-                    raise ValueError(
-                        f"Two outputs of model {model.name!r} have one name. "
-                        "Outputs in a dictionary within a dictionary are named "
-                        f"`outer_inner`. Received: {[p for p, _ in by_path]}."
-                    )
+                _check_names("outputs", named, [path for path, _ in by_path])
                 return named
             flat = tf.nest.flatten(outputs)
             return {f"output_{i}": value for i, value in enumerate(flat)}
@@ -144,7 +139,8 @@ def _named(structure: Any, argument: str) -> dict[str, tf.TypeSpec]:
     A name is the key in a dictionary, Keras' name, or the argument of `call`.
     """
     inputs = {}
-    for path, part in keras.tree.flatten_with_path(structure):
+    by_path = keras.tree.flatten_with_path(structure)
+    for path, part in by_path:
         names = [str(step) for step in path]
         if not isinstance(structure, dict):
             names.insert(0, argument)
@@ -160,7 +156,18 @@ def _named(structure: Any, argument: str) -> dict[str, tf.TypeSpec]:
             inputs[name] = tf.SparseTensorSpec(shape, part.dtype)
         else:
             inputs[name] = tf.TensorSpec(shape, part.dtype, name)
+    _check_names("inputs", inputs, [path for path, _ in by_path])
     return inputs
+
+
+def _check_names(what: str, names: Collection[str], keys: Sequence) -> None:
+    """Raises ValueError if several keys of inputs or outputs make one name."""
+    if len(names) < len(keys):
+        raise ValueError(
+            f"Two {what} of the model have one name in its signatures. What is "
+            "in a dictionary within a dictionary is named `outer_inner`, and "
+            f"has `_` for characters TensorFlow disallows. Received: {keys}."
+        )
 
 
 def _feature_spec(inputs: Mapping[str, tf.TypeSpec]) -> dict | None:
@@ -264,8 +271,10 @@ def _endpoints(serving: Serving) -> dict[str, tuple[Callable, Any]]:
         add("classification", classes=classes, scores=scores)
     if serving.regression:
         add("regression", outputs=serving.regression)
-    inputs = serving.inputs.items()
-    endpoints["serve"] = serve, {n: _argument(n, spec) for n, spec in inputs}
+    inputs = {n: _argument(n, spec) for n, spec in serving.inputs.items()}
+    names = {getattr(spec, "name", None) or n for n, spec in inputs.items()}
+    _check_names("inputs", names, [*inputs])
+    endpoints["serve"] = serve, inputs
     if serving.examples:
         strings = tf.TensorSpec([None], tf.string, "examples")
         endpoints["predict"] = predict, strings
