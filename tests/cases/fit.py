@@ -142,18 +142,18 @@ def arrays_with_weights_and_validation(job):
     assert_same(found, (model, history))
 
 
+def counting():
+    """A table of one row per example counts how often each one came."""
+    ids = keras.Input([], dtype="int64")
+    table = keras.layers.Embedding(SIZE, 1, embeddings_initializer="zeros")
+    model = keras.Model(ids, table(ids))
+    # Its gradient is -1 for the row of each example.
+    model.compile("sgd", lambda y, y_pred: -keras.ops.sum(y_pred, -1))
+    return model
+
+
 @case()
 def shuffled_arrays_come_once_each_epoch(job):
-    """A table of one row per example counts how often each one came."""
-
-    def counting():
-        ids = keras.Input([], dtype="int64")
-        table = keras.layers.Embedding(SIZE, 1, embeddings_initializer="zeros")
-        model = keras.Model(ids, table(ids))
-        # Its gradient is -1 for the row of each example.
-        model.compile("sgd", lambda y, y_pred: -keras.ops.sum(y_pred, -1))
-        return model
-
     x = np.arange(SIZE)
     model, _ = fit(job, (x, np.zeros(SIZE)), counting, batch_size=5, epochs=2)
     times = np.asarray(model.weights[0]) * 5 / 0.01
@@ -161,6 +161,18 @@ def shuffled_arrays_come_once_each_epoch(job):
     # A faster worker begins its next pass before the other has ended its own.
     if job.strategy != "ps":
         np.testing.assert_allclose(times, 2, rtol=1e-5)
+
+
+@case(refused={"all-reduce": "`backup_workers` is for parameter servers"})
+def synchronous_steps_read_the_data_once_an_epoch(job):
+    """A step averages the gradients of a batch from each worker."""
+    x = np.arange(SIZE)
+    arguments = {"batch_size": 5, "epochs": 2, "backup_workers": 0}
+    model, _ = fit(job, (x, np.zeros(SIZE)), counting, **arguments)
+    workers = 2 if job.strategy == "ps" else 1
+    assert model.optimizer.iterations == 2 * SIZE / 5 / workers
+    times = np.asarray(model.weights[0]) * 5 / 0.01 * workers
+    np.testing.assert_allclose(times.sum(), 2 * SIZE, rtol=1e-5)
 
 
 @case()

@@ -78,8 +78,10 @@ def fit(
     * With `steps_per_epoch`, a finite dataset is repeated, so that every epoch
       has the same number of steps.
     * On parameter servers an epoch has as many steps as `train` has batches,
-      whichever workers run them. Arrays are split between the workers; a
-      function without an argument is read by each worker from the start.
+      whichever workers run them; with `backup_workers`, as many as take these
+      batches, one for each worker that a step waits for, rounded up. Arrays
+      are split between the workers; a function without an argument is read by
+      each worker from the start.
     * A call with the `model_dir` of an earlier call resumes its job: `epochs`
       is the total for the job.
 
@@ -171,6 +173,8 @@ def fit(
                 "others read."
             )
         steps = steps_per_epoch or fit_data.num_batches(without_context(once)())
+        if on_ps and run.backup_workers is not None and not steps_per_epoch:
+            steps = -(-steps // (cluster.num_workers - run.backup_workers))
         most = keras.config.max_steps_per_epoch()
         steps = _limited("steps_per_epoch", steps, most)
         if not {"save_checkpoints_steps", "save_checkpoints_secs"} & {*config}:

@@ -307,6 +307,8 @@ def _state(
             "variables. Let its `get_config` return all arguments of its "
             f"`__init__`. Python says: {e}"
         ) from e
+    # ScheduleFreeAdamW would begin at values, which large variables lack here.
+    copy.assign = lambda *_: None
     copy.build(variables)
     return [(tuple(v.shape), v.dtype) for v in copy.variables]
 
