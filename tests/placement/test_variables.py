@@ -195,10 +195,27 @@ def unbuilt_model():
     return keras.Sequential([keras.layers.Dense(2)])
 
 
-def model_that_reads():
-    model = keras.Sequential([keras.layers.Embedding(100_000, 20)])
+def model_that_reads(rows=100_000_000):
+    model = keras.Sequential([keras.layers.Embedding(rows, 20)])
     model(tf.zeros([1, 1], tf.int32))
     return model
+
+
+def test_what_a_model_function_reads_gets_values():
+    def model_fn():
+        model = model_that_reads(rows=100)
+        (table,) = model.get_weights()
+        assert table.shape == (100, 20)
+        assert table.std() > 0
+        model.set_weights([table * 2])
+        np.testing.assert_array_equal(model.weights[0], table * 2)
+        np.testing.assert_array_equal(
+            model(np.array([[7]]))[0, 0], table[7] * 2
+        )
+        return model
+
+    (spec,) = describe(model_fn)
+    assert spec.shape == (100, 20)
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,10 @@ from tfdist._tf.private_keras import (
 )
 
 # Keras reads some variables while it builds (seed states, learning rates). They
-# are tiny, so these, and only these, get memory while a model is described.
+# are tiny, so these get memory at once while a model is described.
 _MAX_REAL_ELEMENTS = 1024
+# Others get it when `model_fn` reads them, if there are no more elements.
+_MAX_READ_ELEMENTS = 1 << 28
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +171,8 @@ def describe(
     `model_fn` runs in a separate thread, where Keras numbers layers from the
     start, as for the first model of a process; the names of the caller's layers
     do not change. Large variables get a handle but no memory, so a table of
-    10^9 rows is described in a fraction of a second.
+    10^9 rows is described in a fraction of a second. One that `model_fn` reads
+    or assigns gets memory, if it has at most 2^28 elements.
 
     Args:
         model_fn: Callable without arguments that returns a built and compiled
@@ -184,8 +187,9 @@ def describe(
 
     Raises:
         TypeError: If `model_fn` is not callable or returns no Keras model.
-        ValueError: If the model is not built, `model_fn` reads variables, which
-            have no values here, or `rows_per_step` has an unknown name.
+        ValueError: If the model is not built, `model_fn` runs a `tf.function`
+            (`predict`, for example) that is the first to read a variable, or
+            reads a larger one, or `rows_per_step` has an unknown name.
 
     >>> def model_fn():
     ...     model = keras.Sequential(
@@ -212,21 +216,53 @@ def describe(
     )
 
 
+class _LateVariable(UninitializedVariable):
+    """A variable that gets memory, and its value, when a program reads it."""
+
+    initial: Any = None
+
+    def _begin(self) -> None:
+        if self.initial is None or not tf.executing_eagerly():
+            return
+        initial, self.initial = self.initial, None
+        if tf.raw_ops.VarIsInitializedOp(resource=self.handle):
+            return
+        if self.shape.num_elements() > _MAX_READ_ELEMENTS:
+            message = f"{self.name} is too large to be read here: {self.shape}"
+            raise tf.errors.ResourceExhaustedError(None, None, message)
+        self.assign(initial() if callable(initial) else initial)
+
+    def value(self) -> tf.Tensor:
+        self._begin()
+        return super().value()
+
+    def read_value(self) -> tf.Tensor:
+        self._begin()
+        return super().read_value()
+
+    def sparse_read(self, indices: tf.Tensor, name: str | None = None) -> Any:
+        self._begin()
+        return super().sparse_read(indices, name)
+
+
 def _describe(
     model_fn: Callable[[], keras.Model], policy: keras.DTypePolicy
 ) -> list[VariableSpec]:
     keras.config.set_dtype_policy(policy)
     order: dict[int, int] = {}
+    unread: list[_LateVariable] = []
 
     def creator(next_creator: Callable, **kwargs: Any) -> tf.Variable:
         spec = creation_spec(**kwargs)
         if (spec.num_elements or 0) > _MAX_REAL_ELEMENTS:
-            variable = UninitializedVariable(
+            variable = _LateVariable(
                 name=spec.name,
                 shape=spec.shape,
                 dtype=tf.as_dtype(spec.dtype),
                 trainable=spec.trainable,
             )
+            variable.initial = kwargs.get("initial_value")
+            unread.append(variable)
         else:
             variable = next_creator(**kwargs)
         order[id(variable)] = len(order)
@@ -234,6 +270,8 @@ def _describe(
 
     with tf.variable_creator_scope(creator):
         model = _build(model_fn)
+        for variable in unread:
+            variable.initial = None  # Some optimizers copy variables.
         metrics = {id(variable) for variable in model.metrics_variables}
         variables = [
             v
