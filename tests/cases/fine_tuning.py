@@ -4,7 +4,13 @@ import keras
 import numpy as np
 
 import tfdist
-from tests.cases import EachStep, assert_weights_are_those_of, case, seeded
+from tests.cases import (
+    EachStep,
+    assert_weights_are_those_of,
+    case,
+    compiled,
+    seeded,
+)
 from tests.cases.optimizers import (
     ROWS,
     K,
@@ -202,3 +208,20 @@ def frozen_base_model(job):
         return model
 
     trains_as_fit(job, model_fn, table_examples())
+
+
+@case()
+def weights_set_from_weights(job):
+    """Also where a model is made without memory first: a plan, all-reduce."""
+
+    def model_fn():
+        model = compiled(
+            *(keras.layers.Dense(n, "relu") for n in (600, 600, 1))
+        )
+        first, second, _ = model.layers
+        first.set_weights([0.5 * weight for weight in first.get_weights()])
+        second.kernel.assign(second.kernel * keras.ops.mean(first.kernel))
+        return model
+
+    config = {"placement": "planned"} if job.strategy == "ps" else {}
+    job.trains_as_fit(model_fn, **config)

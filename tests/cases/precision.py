@@ -63,6 +63,27 @@ def mixed_bfloat16(job):
     trains_as_fit(job, model_fn, table_examples(), **BFLOAT16)
 
 
+NOT_SENT = {"all-reduce": r"cannot send .* types: .*kernel \((bfloat16|int8)\)"}
+
+
+@case(refused=NOT_SENT)
+def weights_of_bfloat16(job):
+    def model_fn():
+        return compiled(keras.layers.Dense(1, dtype="bfloat16"))
+
+    job.trains_as_fit(model_fn, **BFLOAT16)
+
+
+@case(refused=NOT_SENT)
+def weights_of_int8(job):
+    def model_fn():
+        model = compiled(keras.layers.Dense(4), keras.layers.Dense(1))
+        model.layers[0].quantize("int8")
+        return model
+
+    job.trains_as_fit(model_fn)
+
+
 def scaled(make, scale, growth=2000):
     def model_fn():
         optimizer = K.LossScaleOptimizer(

@@ -46,6 +46,8 @@ _log = logging.getLogger(__name__)
 _ELEMENT_SPEC = "element_spec"
 # Types of an optimizer's hyperparameters.
 _PLAIN = bool | int | float | str | None
+# The types of variables that TensorFlow's collectives broadcast.
+_SENT = ("bool", "float16", "float32", "float64", "int32", "int64")
 
 
 def check_model_fn(model_fn: ModelFn) -> None:
@@ -316,9 +318,20 @@ def _same_as_others(
         model.optimizer = None
         return model
 
-    for v in describe(without_slots):
+    variables = describe(without_slots)
+    for v in variables:
         program[f"variable {v.name}"] = f"{v.dtype} {v.shape}"
     peers.check_same_program(program)
+    unsent = [
+        f"{v.name} ({v.dtype})" for v in variables if v.dtype not in _SENT
+    ]
+    if unsent:
+        raise ValueError(
+            "The processes of an all-reduce job begin with the values of one, "
+            f"but TensorFlow cannot send variables of these types: {unsent}. "
+            "Use `mixed_bfloat16`, whose weights are float32, quantize the "
+            "model after training, or use parameter servers."
+        )
     if not own:
         _warn_of_other_batches(peers, dataset)
     return dataset, context
