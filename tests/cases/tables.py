@@ -239,6 +239,28 @@ def mask_zero_with_a_combiner(job):
 
 
 @case()
+def batches_without_an_id(job):
+    def model_fn():
+        ids = keras.Input([None], dtype="int64", ragged=True)
+        rows = PartitionedEmbedding(ROWS, 2, num_shards=2, combiner="mean")
+        model = keras.Model(ids, _L.Dense(1)(rows(ids)))
+        model.compile("adagrad", "mse")
+        return model
+
+    def input_fn():
+        rows = [[]] * 4
+        if job.strategy != "ps":  # There two workers read at once.
+            rows += [[1, 2], [], [], [5]] + [[]] * 4
+        ids = tf.ragged.constant(rows, tf.int64, ragged_rank=1)
+        data = tf.data.Dataset.from_tensor_slices(
+            (ids, tf.ones([len(rows), 1]))
+        )
+        return data.ragged_batch(4).repeat()
+
+    job.trains_as_fit(model_fn, input_fn)
+
+
+@case()
 def two_tables_of_different_strategies(job):
     def model_fn(table, kwargs):
         ids = keras.Input([3], dtype="int64")
