@@ -35,6 +35,8 @@ def model_fn(args):
     both = keras.ops.concatenate([keras.layers.Flatten()(rows), x], axis=-1)
     cluster = tfdist.Cluster.from_env()
     name = f"{cluster.task_type}:{cluster.task_index}"
+    if name == args.fails:
+        raise FileNotFoundError("There is no vocabulary here.")
     ours, other = (16, 0.01, 0.9), (17, 0.02, 0.8)
     units, rate, beta_1 = other if name == args.stranger else ours
     hidden = keras.layers.Dense(units, "relu")(both)
@@ -138,6 +140,8 @@ def flags():
     parser.add_argument("--dies_once")
     # The task that runs another program than the others.
     parser.add_argument("--stranger")
+    # The task whose model function fails.
+    parser.add_argument("--fails")
     # The task that hears of the leader's announcements late.
     parser.add_argument("--late")
     return parser.parse_args()

@@ -161,6 +161,18 @@ def test_another_program_is_named(tmp_path):
         assert re.search(expected, job.output("chief:0"))
 
 
+@pytest.mark.alone  # Within a minute, not after `--wait_secs`.
+@pytest.mark.parametrize("task", ["chief:0", "worker:1"])
+def test_an_error_in_one_ends_all(tmp_path, task):
+    with start(tmp_path / "m", f"--fails={task}", "--wait_secs=240") as job:
+        wait_until_gone(job, TASKS, timeout_secs=60)
+        assert set(map(tuple, job.exit_codes().values())) == {(1,)}
+        reason = "FileNotFoundError: There is no vocabulary here."
+        for name in TASKS:
+            told = "" if name == task else f"RuntimeError: {task} has failed: "
+            assert f"\n{told}{reason}\n" in job.output(name)
+
+
 @pytest.mark.alone  # Within a minute.
 def test_a_checkpoint_of_another_model_ends_every_process(tmp_path):
     variables = {"another/kernel": tf.Variable([1.0])}
@@ -171,7 +183,7 @@ def test_a_checkpoint_of_another_model_ends_every_process(tmp_path):
         reason = r"ValueError: Checkpoint \S+ does not fit the model:"
         assert re.search(f"^{reason}", job.output("chief:0"), re.MULTILINE)
         for task in TASKS[1:]:
-            message = f"^RuntimeError: The job.s leader has failed: .*{reason}"
+            message = f"^RuntimeError: chief:0 has failed: {reason}"
             assert re.search(message, job.output(task), re.MULTILINE)
 
 

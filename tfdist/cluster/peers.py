@@ -13,7 +13,7 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -31,6 +31,9 @@ _PATIENCE_SECS = 120.0  # A process may trace a model before it answers.
 _GONE_SECS = 2.0  # Long enough for a second probe to fail too.
 # How often the leader checks for processes that want to leave; time per check.
 _LOOK_SECS, _ASK_SECS = 5.0, 0.02
+# How long a process that fails waits until the others, which may be in a step
+# or build a model, know why.
+_INFORM_SECS = 10.0
 
 
 class Peers:
@@ -49,6 +52,7 @@ class Peers:
         # Keeps messages of earlier instances apart.
         self._prefix = f"{next(_numbers)}/"
         self._looked = 0.0
+        self._fails = False
 
     def tell(self, **command: Any) -> None:
         """Sends the other processes the next command."""
@@ -58,7 +62,8 @@ class Peers:
     def next(self, watch: Callable[[], None]) -> dict[str, Any]:
         """Waits for the leader's next command; OpError if the leader is gone.
 
-        `watch` is called every second, and may raise to end the wait.
+        `watch` is called every second, and may raise to end the wait. This and
+        all other waits end in a RuntimeError if another process fails.
         """
         self._count += 1
         return json.loads(self._wait_for(f"command/{self._count}", watch))
@@ -81,6 +86,32 @@ class Peers:
             return None
         self._looked = time.monotonic()
         return private.get_cluster_value(f"{self._prefix}leaving", _ASK_SECS)
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the waits of other processes by a RuntimeError that says why.
+
+        Returns once all know; if some do not listen, after a few seconds.
+        """
+        self._fails = True
+        reason = f"{self.name} has failed: {type(error).__name__}: {error}"
+        with contextlib.suppress(tf.errors.OpError):  # Some may be gone.
+            try:
+                self._write("failed", reason)
+            except tf.errors.AlreadyExistsError:  # Another was the first.
+                self.announce("informed")
+            else:
+                self.wait_for_others("informed", secs=_INFORM_SECS)
+
+    @contextlib.contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """Ends all processes if one meets an error of the program in here."""
+        try:
+            yield
+        except tf.errors.OpError:
+            raise  # Perhaps of a process that is gone; jobs recover from it.
+        except Exception as error:
+            self.fail(error)
+            raise
 
     def announce(self, what: str, value: str = "") -> None:
         """Tells the other processes that this one has reached `what`."""
@@ -147,6 +178,15 @@ class Peers:
                     "program. They differ:\n" + "\n".join(differences)
                 )
 
+    def _check_failed(self) -> None:
+        key = f"{self._prefix}failed"
+        reason = (
+            None if self._fails else private.get_cluster_value(key, _ASK_SECS)
+        )
+        if reason:
+            self.announce("informed")
+            raise RuntimeError(reason)
+
     def _write(self, key: str, value: str) -> None:
         private.set_cluster_value(self._prefix + key, value)
 
@@ -160,6 +200,7 @@ class Peers:
             value = private.get_cluster_value(self._prefix + key, _POLL_SECS)
             if value is None:
                 watch()
+                self._check_failed()
             return value
 
         value = wait_for(answer, secs, poll_secs=0.0)

@@ -299,15 +299,25 @@ def _same_as_others(
         # A smaller group redistributes the data, starting with another pass.
         first_pass=len(config.cluster.addresses()) - len(tasks),
     )
-    dataset = with_context(input_fn)(context)
-    program = {
-        "number of replicas": str(len(strategy.extended.worker_devices)),
-        "batch": str(dataset.element_spec),
-        "steps_per_dispatch": str(config.steps_per_dispatch),
-    }
+    with peers.failing_together():
+        dataset = with_context(input_fn)(context)
+        program = {
+            "number of replicas": str(len(strategy.extended.worker_devices)),
+            "batch": str(dataset.element_spec),
+            "steps_per_dispatch": str(config.steps_per_dispatch),
+            **_described(model_fn, dataset.element_spec),
+        }
+    peers.check_same_program(program)
+    if not own:
+        _warn_of_other_batches(peers, dataset)
+    return dataset, context
+
+
+def _described(model_fn: ModelFn, spec: Any) -> dict[str, str]:
+    """Returns what a model consists of; every process must have the same."""
+    program = {}
 
     def without_slots() -> keras.Model:
-        spec = dataset.element_spec
         model = compiled_model.checked_model(model_fn(), spec)
         for part in optimizers.parts(model.optimizer):
             rate = float(part.learning_rate)
@@ -321,7 +331,6 @@ def _same_as_others(
     variables = describe(without_slots)
     for v in variables:
         program[f"variable {v.name}"] = f"{v.dtype} {v.shape}"
-    peers.check_same_program(program)
     unsent = [
         f"{v.name} ({v.dtype})" for v in variables if v.dtype not in _SENT
     ]
@@ -332,9 +341,7 @@ def _same_as_others(
             "Use `mixed_bfloat16`, whose weights are float32, quantize the "
             "model after training, or use parameter servers."
         )
-    if not own:
-        _warn_of_other_batches(peers, dataset)
-    return dataset, context
+    return program
 
 
 def _log_placement(variables: Mapping[str, Saveable]) -> set[int]:

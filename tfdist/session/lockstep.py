@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import logging
@@ -20,8 +19,6 @@ from tfdist.cluster.termination import Sigterm
 from tfdist.session.recovery import restart_process
 
 _log = logging.getLogger(__name__)
-# How long a leader that fails keeps its announcements: others may be in a step.
-_FAILED_SECS = 10.0
 
 
 @dataclasses.dataclass(eq=False)
@@ -63,13 +60,10 @@ class Lockstep:
         """Returns, on the leader, a process that has asked to leave."""
         return self._peers.leaving()
 
-    def fail(self, reason: str) -> None:
+    def fail(self, error: BaseException) -> None:
         """Ends the followers, on the leader, and waits until they know why."""
-        if not self._peers.leads:
-            return
-        with contextlib.suppress(tf.errors.OpError):  # Some may be gone.
-            self._peers.tell(failed=reason)
-            self._peers.wait_for_others("failed", self.watch, _FAILED_SECS)
+        if self._peers.leads:
+            self._peers.fail(error)
 
     def regroup(self, workers: Iterable[str]) -> None:
         """Ends this group, on the leader; the given workers restart."""
@@ -94,11 +88,6 @@ class Lockstep:
                 self._peers.ask_to_leave()
                 self.watch()
             command = self._peers.next(self.watch)
-            if "failed" in command:
-                self._peers.announce("failed")
-                raise RuntimeError(
-                    f"The job's leader has failed: {command['failed']}"
-                )
             if "save" in command:
                 step = command["save"]
                 self._saved.save_position(step)

@@ -423,7 +423,7 @@ class MonitoredTrainingSession(RecoverableSession):
     def _tell_failure(self, error: BaseException | None) -> None:
         """Ends the followers, too, which would wait for the leader."""
         if self._lockstep and isinstance(error, Exception):
-            self._lockstep.fail(f"{type(error).__name__}: {error}")
+            self._lockstep.fail(error)
 
     def _release(self) -> None:
         """Releases resources at the end, normal or not."""
