@@ -175,6 +175,20 @@ def synchronous_steps_read_the_data_once_an_epoch(job):
     np.testing.assert_allclose(times.sum(), 2 * SIZE, rtol=1e-5)
 
 
+@case(
+    refused={
+        "all-reduce": "`backup_workers` is for parameter servers",
+        "ps": "do not support layers with `synchronized=True`",
+    }
+)
+def synchronous_steps_of_synchronized_layers(job):
+    def make():
+        layer = keras.layers.BatchNormalization(synchronized=True)
+        return compiled(layer, keras.layers.Dense(1))
+
+    fit(job, examples(), make, backup_workers=0)
+
+
 @case()
 def a_dictionary_of_arrays(job):
     def named():

@@ -4,7 +4,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+import tfdist
 from tests.cases import BATCH, case, compiled, examples
+from tests.cases.optimizers import K
 
 X, Y = examples()
 
@@ -158,6 +160,45 @@ def sparse_features(job):
 
 
 IDS = np.array([[1, 2, 0], [3, 0, 0], [4, 5, 6]] * 4)
+
+
+@case()
+def a_seeded_shuffle_before_a_shard(job):
+    """The processes shuffle alike, so that their shards are one whole."""
+    rows, size = 24, 6
+
+    def input_fn(context):
+        ids = tf.data.Dataset.range(rows).map(lambda i: ([i], [0.0]))
+        ids = ids.shuffle(rows, seed=3, reshuffle_each_iteration=False)
+        ids = ids.shard(context.num_input_pipelines, context.input_pipeline_id)
+        return ids.batch(context.get_per_replica_batch_size(size))
+
+    def counting():
+        ids = keras.Input([1], dtype="int64")
+        table = keras.layers.Embedding(rows, 1, embeddings_initializer="zeros")
+        model = keras.Model(ids, keras.layers.Flatten()(table(ids)))
+        model.compile(K.SGD(float(size)), lambda y, y_pred: -y_pred)
+        return model
+
+    estimator = job.estimator(counting)
+    estimator.train(input_fn)
+    if job.is_chief:
+        times = estimator.restored_model().get_weights()[0]
+        np.testing.assert_allclose(times, np.ones([rows, 1]), rtol=1e-5)
+
+
+@case()
+def the_seed_of_the_program(job):
+    def model_fn():
+        return compiled(keras.layers.Dense(3), optimizer=K.SGD(0.0))
+
+    run = tfdist.RunConfig(job.model_dir, log_step_count_steps=None)
+    keras.utils.set_random_seed(11)
+    found = tfdist.Estimator(model_fn, run).train(repeated(X, Y), max_steps=1)
+    if job.is_chief:
+        keras.utils.set_random_seed(11)
+        kernel = found.get_variable_value("sequential/dense/kernel")
+        np.testing.assert_array_equal(kernel, model_fn().get_weights()[0])
 
 
 @case()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tfdist._tf.private_keras import settings, use_settings
 from tfdist.placement.variables import (
     VariableSpec,
     creation_spec,
@@ -182,6 +183,22 @@ def test_the_callers_dtype_policy_is_used():
     finally:
         keras.config.set_dtype_policy(before)
     assert specs[1].dtype == "float16"
+
+
+def test_the_caller_says_what_may_be_loaded():
+    class Own(keras.layers.Layer):
+        pass
+
+    layers = [keras.Input([2]), Own(), keras.layers.Lambda(lambda x: x)]
+    config = keras.Sequential([*layers, keras.layers.Dense(3)]).to_json()
+    before = settings()
+    with keras.saving.custom_object_scope({"Own": Own}):
+        keras.config.enable_unsafe_deserialization()
+        try:
+            specs = describe(lambda: keras.models.model_from_json(config))
+        finally:
+            use_settings(before)
+    assert [spec.shape for spec in specs] == [(2, 3), (3,)]
 
 
 def test_rows_per_step():

@@ -32,6 +32,18 @@ METHODS_OF_ALL_GRADIENTS = (
 
 _GLOBAL_SEED_GENERATOR = "global_seed_generator"
 _OBJECT_NAMES = "object_name_uids"
+_SETTINGS = "dtype_policy", "custom_objects_scope_dict", "safe_mode_saving"
+
+
+def settings() -> dict[str, Any]:
+    """What this thread has set for the models that it makes."""
+    return {name: global_state.get_global_attribute(name) for name in _SETTINGS}
+
+
+def use_settings(settings: dict[str, Any]) -> None:
+    """Makes this thread use those of another one."""
+    for name, value in settings.items():
+        global_state.set_global_attribute(name, value)
 
 
 def seed_generator() -> keras.random.SeedGenerator | None:

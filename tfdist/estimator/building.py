@@ -285,13 +285,18 @@ def _same_as_others(
     group = group_of(strategy)
     peers, tasks = Peers(group), list(group.addresses())
     index, own = tasks.index(peers.name), takes_context(input_fn)
-    seed = config.tf_random_seed
-    if seed is None:
+    seed = given = _seed(config)
+    if given is None:
         seed = random.SystemRandom().randrange(1 << 30)
     seed = int(peers.broadcast_from_leader("seed", str(seed)))
     keras.utils.set_random_seed(seed)
-    if own:
-        tf.random.set_seed(seed + index)
+    # Own data are in the same order everywhere if `shuffle` has a seed, so that
+    # they can be sharded then. Without one the order is each process's own.
+    if own and given is None:
+        tf.random.set_seed(None)
+    elif own:
+        for _ in range(index):
+            tf.compat.v1.get_seed(None)  # Draws a seed for one.
     context = GroupContext(
         len(tasks),
         index,
@@ -307,10 +312,19 @@ def _same_as_others(
             "steps_per_dispatch": str(config.steps_per_dispatch),
             **_described(model_fn, dataset.element_spec),
         }
+    if given is None:
+        tf.random.set_seed(None)
     peers.check_same_program(program)
     if not own:
         _warn_of_other_batches(peers, dataset)
     return dataset, context
+
+
+def _seed(config: RunConfig) -> int | None:
+    """The seed of the job, or of `tf.random.set_seed`; None: neither is set."""
+    if config.tf_random_seed is not None:
+        return config.tf_random_seed
+    return tf.compat.v1.get_seed(None)[0]
 
 
 def _described(model_fn: ModelFn, spec: Any) -> dict[str, str]:

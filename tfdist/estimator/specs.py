@@ -74,7 +74,8 @@ class RunConfig:
             all tasks (`gs://` works).
         summary_dir: Directory of the TensorBoard summaries; evaluations write
             to subdirectories such as `eval`. Default: `model_dir`.
-        tf_random_seed: Seed for Python, NumPy and the initializers.
+        tf_random_seed: Seed for Python, NumPy and the initializers. Default:
+            as the program sets it, by `keras.utils.set_random_seed` or not.
         save_summary_steps: Steps between TensorBoard scalars; 0 for none.
         save_checkpoints_steps, save_checkpoints_secs: Steps or seconds between
             checkpoints; not both. Default: 60 s, or longer if saving would

@@ -22,6 +22,8 @@ from tfdist._tf.private_keras import (
     ColocatedZeros,
     forget_rates,
     make_paths_unique,
+    settings,
+    use_settings,
 )
 
 # Keras reads some variables while it builds (seed states, learning rates). They
@@ -201,9 +203,9 @@ def describe(
     [('sequential/embedding/embeddings', 1)]
     """
     check_callable("model_fn", model_fn)
-    policy = keras.config.dtype_policy()
+    current = settings()
     with _kept_random_state(), futures.ThreadPoolExecutor(1) as thread:
-        specs = thread.submit(_describe, model_fn, policy).result()
+        specs = thread.submit(_describe, model_fn, current).result()
     rows_per_step, names = rows_per_step or {}, {spec.name for spec in specs}
     if unknown := sorted(rows_per_step.keys() - names):
         raise ValueError(
@@ -246,9 +248,9 @@ class _LateVariable(UninitializedVariable):
 
 
 def _describe(
-    model_fn: Callable[[], keras.Model], policy: keras.DTypePolicy
+    model_fn: Callable[[], keras.Model], current: dict[str, Any]
 ) -> list[VariableSpec]:
-    keras.config.set_dtype_policy(policy)
+    use_settings(current)
     order: dict[int, int] = {}
     unread: list[_LateVariable] = []
 

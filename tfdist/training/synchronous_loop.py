@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist._tf.private_keras import is_synchronized
 from tfdist.data.input_fns import InputFn
 from tfdist.data.input_wait import TimedIterator
 from tfdist.training.aggregation import Accumulators, Contribution
@@ -67,6 +68,13 @@ class SynchronousLoop(CoordinatedLoop):
         super().__init__(step, global_step, input_fn, **others)
         self.own_variables = None  # Accumulators cannot be renewed.
         check_sums(step.model)
+        if is_synchronized(step.model):
+            raise ValueError(
+                "Synchronous steps on parameter servers (`backup_workers`) do "
+                "not support layers with `synchronized=True`: each worker "
+                "normalizes its own batch. Leave it out, or use an all-reduce "
+                "job, whose processes share these statistics."
+            )
         step.staleness = None  # All gradients are fresh.
         self._backup_workers, self.dropped = backup_workers, 0
         num_workers = self._workers.num_workers
