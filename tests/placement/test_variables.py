@@ -186,11 +186,11 @@ def test_the_callers_dtype_policy_is_used():
 
 
 def test_the_caller_says_what_may_be_loaded():
-    class Own(keras.layers.Layer):
+    class Own(keras.layers.Dense):
         pass
 
-    layers = [keras.Input([2]), Own(), keras.layers.Lambda(lambda x: x)]
-    config = keras.Sequential([*layers, keras.layers.Dense(3)]).to_json()
+    layers = [keras.Input([2]), Own(3), keras.layers.Lambda(lambda x: x)]
+    config = keras.Sequential(layers).to_json()
     before = settings()
     with keras.saving.custom_object_scope({"Own": Own}):
         keras.config.enable_unsafe_deserialization()
