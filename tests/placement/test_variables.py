@@ -235,6 +235,20 @@ def test_what_a_model_function_reads_gets_values():
     assert spec.shape == (100, 20)
 
 
+def test_a_model_function_may_predict():
+    def model_fn():
+        table = keras.layers.Embedding(100, 20)
+        model = keras.Sequential([keras.Input([1], dtype="int32"), table])
+        model.predict(np.array([[7]]), verbose=0)
+        return model
+
+    (spec,) = describe(model_fn)
+    assert (spec.name, spec.shape) == (
+        "sequential/embedding/embeddings",
+        (100, 20),
+    )
+
+
 @pytest.mark.parametrize(
     ("model_fn", "error", "match"),
     [

@@ -19,6 +19,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist._tf import private
+from tfdist._tf.errors import summarize_error
 from tfdist._tf.waiting import wait_for
 from tfdist.cluster import probing
 from tfdist.cluster.health import FROZEN_SECS
@@ -34,6 +35,13 @@ _LOOK_SECS, _ASK_SECS = 5.0, 0.02
 # How long a process that fails waits until the others, which may be in a step
 # or build a model, know why.
 _INFORM_SECS = 10.0
+# Errors after which a process may continue; see `recovery.choose_action`.
+_TEMPORARY = (
+    tf.errors.AbortedError,
+    tf.errors.CancelledError,
+    tf.errors.DeadlineExceededError,
+    tf.errors.UnavailableError,
+)
 
 
 class Peers:
@@ -93,7 +101,10 @@ class Peers:
         Returns once all know; if some do not listen, after a few seconds.
         """
         self._fails = True
-        reason = f"{self.name} has failed: {type(error).__name__}: {error}"
+        kind, message = type(error).__name__, str(error)
+        if isinstance(error, tf.errors.OpError):
+            message = summarize_error(error)
+        reason = f"{self.name} has failed: {kind}: {message}"
         with contextlib.suppress(tf.errors.OpError):  # Some may be gone.
             try:
                 self._write("failed", reason)
@@ -107,8 +118,8 @@ class Peers:
         """Ends all processes if one meets an error of the program in here."""
         try:
             yield
-        except tf.errors.OpError:
-            raise  # Perhaps of a process that is gone; jobs recover from it.
+        except _TEMPORARY:
+            raise
         except Exception as error:
             self.fail(error)
             raise

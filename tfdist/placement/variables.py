@@ -189,9 +189,8 @@ def describe(
 
     Raises:
         TypeError: If `model_fn` is not callable or returns no Keras model.
-        ValueError: If the model is not built, `model_fn` runs a `tf.function`
-            (`predict`, for example) that is the first to read a variable, or
-            reads a larger one, or `rows_per_step` has an unknown name.
+        ValueError: If the model is not built, `model_fn` reads a larger
+            variable, or `rows_per_step` has an unknown name.
 
     >>> def model_fn():
     ...     model = keras.Sequential(
@@ -204,8 +203,17 @@ def describe(
     """
     check_callable("model_fn", model_fn)
     current = settings()
-    with _kept_random_state(), futures.ThreadPoolExecutor(1) as thread:
-        specs = thread.submit(_describe, model_fn, current).result()
+
+    def described(most_real: int) -> list[VariableSpec]:
+        with _kept_random_state(), futures.ThreadPoolExecutor(1) as thread:
+            args = model_fn, current, most_real
+            return thread.submit(_describe, *args).result()
+
+    try:
+        specs = described(_MAX_REAL_ELEMENTS)
+    except tf.errors.InvalidArgumentError:
+        # A `tf.function` (`predict`, ...) reads variables that have no memory.
+        specs = described(_MAX_READ_ELEMENTS)
     rows_per_step, names = rows_per_step or {}, {spec.name for spec in specs}
     if unknown := sorted(rows_per_step.keys() - names):
         raise ValueError(
@@ -248,7 +256,7 @@ class _LateVariable(UninitializedVariable):
 
 
 def _describe(
-    model_fn: Callable[[], keras.Model], current: dict[str, Any]
+    model_fn: Callable[[], keras.Model], current: dict[str, Any], most_real: int
 ) -> list[VariableSpec]:
     use_settings(current)
     order: dict[int, int] = {}
@@ -256,7 +264,7 @@ def _describe(
 
     def creator(next_creator: Callable, **kwargs: Any) -> tf.Variable:
         spec = creation_spec(**kwargs)
-        if (spec.num_elements or 0) > _MAX_REAL_ELEMENTS:
+        if (spec.num_elements or 0) > most_real:
             variable = _LateVariable(
                 name=spec.name,
                 shape=spec.shape,
@@ -289,8 +297,7 @@ def _describe(
 def _build(model_fn: Callable[[], keras.Model]) -> keras.Model:
     try:
         model = model_fn()
-    except tf.errors.OpError as e:
-        # Reading a variable without memory gives no values, or an error.
+    except tf.errors.ResourceExhaustedError as e:
         raise ValueError(
             "Argument `model_fn` failed when called without memory for large "
             "variables. If it reads the value of a variable (a model that is "
