@@ -1,5 +1,8 @@
 """Valid and invalid results of input functions."""
 
+import random
+import time
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -162,29 +165,61 @@ def sparse_features(job):
 IDS = np.array([[1, 2, 0], [3, 0, 0], [4, 5, 6]] * 4)
 
 
-@case()
-def a_seeded_shuffle_before_a_shard(job):
-    """The processes shuffle alike, so that their shards are one whole."""
-    rows, size = 24, 6
+COUNTED, SIZE = 24, 6
 
-    def input_fn(context):
-        ids = tf.data.Dataset.range(rows).map(lambda i: ([i], [0.0]))
-        ids = ids.shuffle(rows, seed=3, reshuffle_each_iteration=False)
-        ids = ids.shard(context.num_input_pipelines, context.input_pipeline_id)
-        return ids.batch(context.get_per_replica_batch_size(size))
 
-    def counting():
-        ids = keras.Input([1], dtype="int64")
-        table = keras.layers.Embedding(rows, 1, embeddings_initializer="zeros")
-        model = keras.Model(ids, keras.layers.Flatten()(table(ids)))
-        model.compile(K.SGD(float(size)), lambda y, y_pred: -y_pred)
-        return model
+def counting():
+    """A table of a row for each example, which counts how often it came."""
+    ids = keras.Input([1], dtype="int64")
+    table = keras.layers.Embedding(COUNTED, 1, embeddings_initializer="zeros")
+    model = keras.Model(ids, keras.layers.Flatten()(table(ids)))
+    model.compile(K.SGD(float(SIZE)), lambda y, y_pred: -y_pred)
+    return model
 
+
+def come_once(job, input_fn):
+    """Trains until the data end."""
     estimator = job.estimator(counting)
     estimator.train(input_fn)
     if job.is_chief:
         times = estimator.restored_model().get_weights()[0]
-        np.testing.assert_allclose(times, np.ones([rows, 1]), rtol=1e-5)
+        np.testing.assert_allclose(times, np.ones([COUNTED, 1]), rtol=1e-5)
+
+
+@case()
+def a_seeded_shuffle_before_a_shard(job):
+    """The processes shuffle alike, so that their shards are one whole."""
+
+    def input_fn(context):
+        ids = tf.data.Dataset.range(COUNTED).map(lambda i: ([i], [0.0]))
+        ids = ids.shuffle(COUNTED, seed=3, reshuffle_each_iteration=False)
+        ids = ids.shard(context.num_input_pipelines, context.input_pipeline_id)
+        return ids.batch(context.get_per_replica_batch_size(SIZE))
+
+    come_once(job, input_fn)
+
+
+@case()
+def data_that_need_no_order(job):
+    """Where processes take shares of one batch, they are in order."""
+
+    def slowly(i):
+        time.sleep(random.SystemRandom().random() / 50)
+        return i
+
+    def input_fn():
+        ids = tf.data.Dataset.range(COUNTED)
+        ids = ids.map(
+            lambda i: ([tf.numpy_function(slowly, [i], tf.int64)], [0.0]),
+            num_parallel_calls=8,
+        )
+        options = tf.data.Options()
+        options.deterministic = False
+        ids = ids.map(lambda x, y: (tf.ensure_shape(x, [1]), y))
+        return ids.batch(SIZE).with_options(options)
+
+    if job.strategy != "ps":  # There each worker reads all.
+        come_once(job, input_fn)
 
 
 @case()

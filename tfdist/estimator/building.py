@@ -306,6 +306,10 @@ def _same_as_others(
     )
     with peers.failing_together():
         dataset = with_context(input_fn)(context)
+        if not own:
+            options = tf.data.Options()
+            options.deterministic = True  # Or the orders would differ.
+            dataset = dataset.with_options(options)
         program = {
             "number of replicas": str(len(strategy.extended.worker_devices)),
             "batch": str(dataset.element_spec),
@@ -380,10 +384,11 @@ def _log_placement(variables: Mapping[str, Saveable]) -> set[int]:
 def _warn_of_other_batches(peers: Peers, dataset: tf.data.Dataset) -> None:
     """Warns if the processes' first global batches differ."""
     digest = hashlib.sha256()
-    for batch in dataset.take(1):
-        for part in tf.nest.flatten(batch, expand_composites=True):
-            # Not `tobytes`, which returns addresses for string arrays.
-            digest.update(part.numpy().dumps())
+    with peers.failing_together():
+        for batch in dataset.take(1):
+            for part in tf.nest.flatten(batch, expand_composites=True):
+                # Not `tobytes`, which returns addresses for string arrays.
+                digest.update(part.numpy().dumps())
     peers.announce("batch", digest.hexdigest())
     if not peers.leads:
         return

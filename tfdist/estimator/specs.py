@@ -325,8 +325,9 @@ class TrainSpec:
             `tf.distribute.InputContext` that tells the worker which part of
             the data to read. With replicas in sync, a function without this
             argument returns global batches, identical in every process
-            (tfdist seeds them); a function with it returns per-replica
-            batches (`get_per_replica_batch_size`).
+            (tfdist seeds them, but no `map` may have `deterministic=False`);
+            a function with it returns per-replica batches
+            (`get_per_replica_batch_size`).
         max_steps: Step at which training ends; None: when the data ends.
         hooks: Run after tfdist's own hooks; hooks written for TF1 that do not
             touch the graph run unchanged.
