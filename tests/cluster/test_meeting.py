@@ -13,6 +13,7 @@ from tfdist.cluster import meeting, probing
 from tfdist.cluster.size import ClusterSize
 from tfdist.cluster.spec import Cluster
 
+DEAD, LIVE = probing.TaskState.DEAD, probing.TaskState.LIVE
 GREET = f"/{meeting._MEETING}/Greet"
 
 
@@ -58,6 +59,29 @@ def test_who_asks_for_the_process_of_before_hears_that_it_is_gone():
             with pytest.raises(grpc.RpcError) as raised:
                 channel.unary_unary(f"/tensorflow.{method}")(b"", timeout=30)
             assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+def test_one_whose_last_answer_came_too_late():
+    """It has asked, has met this task, and left its address to TensorFlow."""
+    own, other = clusters(2)
+    handler = grpc.method_handlers_generic_handler
+    status = grpc.unary_unary_rpc_method_handler(lambda *_: b"of TensorFlow")
+    server = grpc.server(
+        futures.ThreadPoolExecutor(2),
+        [handler("tensorflow.WorkerService", {"GetStatus": status})],
+    )
+    server.add_insecure_port(other.address)
+    server.start()
+    meets = meeting._Meeting(own.address, 60.0, None)
+    try:
+        with meets.listening(own):
+            assert meets.states({other.task: other.address}) == [DEAD]
+            with grpc.insecure_channel(own.address) as channel:
+                request = b"identity" + other.address.encode()
+                channel.unary_unary(GREET)(request, timeout=30)
+            assert meets.states({other.task: other.address}) == [LIVE]
+    finally:
+        server.stop(None).wait()
 
 
 def test_one_that_is_not_there_is_named():

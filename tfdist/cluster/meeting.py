@@ -103,6 +103,7 @@ class _Meeting:
         self._identity = os.urandom(8)
         self._asked_by: dict[str, bytes] = {}
         self._answers: dict[str, Answer] = {}
+        self._ahead: set[str] = set()  # Have met this task, and left.
         self._decision = b""  # Of the leader, which sends it in its answers.
 
     @contextlib.contextmanager
@@ -141,9 +142,21 @@ class _Meeting:
         request = self._identity + self._own.encode()
         replies = ask(waiting, method=f"/{_MEETING}/Greet", request=request)
         self._answers.update(zip(waiting, replies, strict=True))
+        silent = [
+            address
+            for address in self._asked_by
+            if address in waiting and self._state(address) is TaskState.DEAD
+        ]
+        # TensorFlow answers for one that has left. The answer by which this
+        # task would have met it was late, on a busy machine.
+        for address, answer in zip(silent, ask(silent), strict=True):
+            if answer.state is TaskState.LIVE and answer.identity != WAITING:
+                self._ahead.add(address)
         return [self._state(address) for address in addresses]
 
     def _state(self, address: str) -> TaskState:
+        if address in self._ahead:
+            return TaskState.LIVE
         answer = self._answers.get(address, Answer(TaskState.DEAD))
         if answer.state is not TaskState.LIVE:
             return answer.state

@@ -120,7 +120,7 @@ class Peers:
             yield
         except _TEMPORARY:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self.fail(error)
             raise
 
