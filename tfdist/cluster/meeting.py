@@ -144,8 +144,9 @@ class _Meeting:
         self._answers.update(zip(waiting, replies, strict=True))
         silent = [
             address
-            for address in self._asked_by
-            if address in waiting and self._state(address) is TaskState.DEAD
+            for address in waiting
+            if address in self._asked_by
+            and self._state(address) is TaskState.DEAD
         ]
         # TensorFlow answers for one that has left. The answer by which this
         # task would have met it was late, on a busy machine.
