@@ -223,6 +223,18 @@ def data_that_need_no_order(job):
 
 
 @case()
+def data_shuffled_and_cached(job):
+    """What tfdist looks at beforehand leaves no trace in the cache."""
+
+    def input_fn():
+        ids = tf.data.Dataset.range(COUNTED).shuffle(COUNTED).cache()
+        return ids.map(lambda i: ([i], [0.0])).batch(SIZE).prefetch(4)
+
+    if job.strategy != "ps":  # There each worker reads all.
+        come_once(job, input_fn)
+
+
+@case()
 def the_seed_of_the_program(job):
     def model_fn():
         return compiled(keras.layers.Dense(3), optimizer=K.SGD(0.0))

@@ -381,11 +381,27 @@ def _log_placement(variables: Mapping[str, Saveable]) -> set[int]:
     return {int(task.partition(":")[2] or 0) for task in held}
 
 
+def _may_be_read(dataset: tf.data.Dataset) -> bool:
+    """Whether reading a batch leaves a dataset as it is: it has no `cache`.
+
+    How much of one is filled would decide the order of each process.
+    """
+    data = tf.data.experimental
+    try:
+        graph = tf.raw_ops.DatasetToGraphV2(
+            input_dataset=data.to_variant(dataset),
+            external_state_policy=data.ExternalStatePolicy.IGNORE.value,
+        )
+    except tf.errors.OpError:  # Not all datasets have a graph.
+        return False
+    return b"CacheDataset" not in graph.numpy()
+
+
 def _warn_of_other_batches(peers: Peers, dataset: tf.data.Dataset) -> None:
     """Warns if the processes' first global batches differ."""
     digest = hashlib.sha256()
     with peers.failing_together():
-        for batch in dataset.take(1):
+        for batch in dataset.take(int(_may_be_read(dataset))):
             for part in tf.nest.flatten(batch, expand_composites=True):
                 # Not `tobytes`, which returns addresses for string arrays.
                 digest.update(part.numpy().dumps())

@@ -149,7 +149,8 @@ def creation_spec(
     if shape is None or dtype is None:
         value = initial_value
         if callable(value):
-            with tf.__internal__.FuncGraph("initial_value").as_default():
+            graph = tf.__internal__.FuncGraph("initial_value")
+            with _kept_random_state(), graph.as_default():
                 value = value()
         if not hasattr(value, "shape") or not hasattr(value, "dtype"):
             value = tf.convert_to_tensor(value, dtype)

@@ -266,6 +266,8 @@ def num_examples(batch: Any) -> tf.Tensor:
 def flat_floats(results: Mapping[str, Any]) -> dict[str, float]:
     """Flattens results by Keras' names; arrays give one result per element.
 
+    An array of one, such as a binary `F1Score`, keeps its name.
+
     >>> flat_floats({"loss": 1, "auc": {"a": 0.5}, "r2": [0.1, 0.2]})
     {'loss': 1.0, 'a': 0.5, 'r2/0': 0.1, 'r2/1': 0.2}
     """
@@ -273,11 +275,11 @@ def flat_floats(results: Mapping[str, Any]) -> dict[str, float]:
     for name, value in results.items():
         if isinstance(value, Mapping):
             parts = flat_floats(value)
-        elif np.ndim(value):
+        elif np.ndim(value) and np.size(value) != 1:
             each = {str(i): part for i, part in enumerate(np.array(value))}
             parts = {f"{name}/{i}": v for i, v in flat_floats(each).items()}
         else:
-            parts = {name: float(value)}
+            parts = {name: float(np.squeeze(value))}
         # Keras would keep only the last of two results with the same name.
         flat |= {f"{name}/{n}" if n in flat else n: v for n, v in parts.items()}
     return flat
