@@ -30,10 +30,9 @@ def as_keras_evaluates(job, model_fn, data):
         variable.assign(estimator.get_variable_value(variable.path))
     wanted = model.evaluate(input_fn(), return_dict=True, verbose=0)
     for name, value in wanted.items():
-        # Of several numbers, each has a name.
-        numbers = dict(enumerate(value)) if np.ndim(value) else {None: value}
-        for i, number in numbers.items():
-            one = name if i is None else f"{name}/{i}"
+        numbers = np.ravel(value)
+        for i, number in enumerate(numbers):  # Of several, each has a name.
+            one = name if len(numbers) == 1 else f"{name}/{i}"
             np.testing.assert_allclose(found[one], number, 1e-4, 1e-6, one)
 
 
@@ -119,6 +118,7 @@ _add(
     y=ONE_HOT,
     width=3,
 )
+_add("F1Score of one class", lambda: metrics.F1Score(threshold=0.5))
 _add("F1Score of classes", metrics.F1Score, y=ONE_HOT, width=3)
 _add("IoU", lambda: metrics.BinaryIoU(threshold=0.5))
 _add(
