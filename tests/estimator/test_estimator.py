@@ -663,11 +663,20 @@ def test_first_batches_are_compared_by_value(caplog, word):
         leads=True,
         announce=lambda key, value: told.append(value),
         wait_for_others=lambda key: {"worker:1": told[0]},
+        failing_together=contextlib.nullcontext,
     )
     for words in (["one", "two"], ["one", word]):
         dataset = tf.data.Dataset.from_tensors(({"a": words}, [1.0, 2.0]))
         building._warn_of_other_batches(peers, dataset)
     assert ("first global batch" in caplog.text) == (word == "three")
+
+
+def test_no_cache_is_filled_beforehand():
+    rows = tf.data.Dataset.range(3)
+    assert building._may_be_read(rows.shuffle(3).batch(2))
+    inner = rows.flat_map(lambda i: tf.data.Dataset.from_tensors(i).cache())
+    for cached in (rows.cache(), rows.cache().repeat().batch(2), inner):
+        assert not building._may_be_read(cached)
 
 
 # --- What is refused ---------------------------------------------------------
