@@ -691,6 +691,15 @@ def test_another_job_in_the_directory_is_evaluated(tmp_path):
     assert results.wait_for_result(new.dir, None, 3, 0.1)
 
 
+def test_a_chief_that_waits_for_an_evaluator_says_so(
+    tmp_path, caplog, monkeypatch
+):
+    caplog.set_level("INFO", "tfdist")
+    monkeypatch.setattr(results, "_SAY_SECS", 0.2)
+    assert results.wait_for_result(str(tmp_path), None, 3, 1.5) is None
+    assert "1 of at most 1.5 s. Is the evaluator running?" in caplog.text
+
+
 # --- Damaged checkpoints -----------------------------------------------------
 
 

@@ -29,6 +29,7 @@ STORE_POLL_SECS = 5.0  # Object stores charge for each request.
 # after 0, 1, 2 s, Kubernetes after 10, 20, 40 s.
 _MOST_FAILURES = 3
 _COME_BACK_SECS = 60.0
+_SAY_SECS = 30.0  # Between lines that say for how long it has waited.
 
 
 def eval_dir(model_dir: str, name: str | None) -> str:
@@ -105,7 +106,7 @@ def wait_for_result(
     directory = eval_dir(model_dir, name)
     newest = tf.train.latest_checkpoint(model_dir)
     wanted = newest and identity_of(newest)
-    start = failed_at = time.monotonic()
+    start = failed_at = said = time.monotonic()
     failure, failures, problem = None, 0, ""
     _log.info("Waiting for the evaluator's result of step %d.", step)
     while not problem:
@@ -130,6 +131,14 @@ def wait_for_result(
                 "raise RunConfig(evaluator_timeout_secs=...)."
             )
         else:
+            if now - said >= _SAY_SECS:
+                said = now
+                _log.info(
+                    "Still waiting for the evaluator's result: %.0f of at most "
+                    "%g s. Is the evaluator running?",
+                    now - start,
+                    timeout_secs,
+                )
             time.sleep(poll_secs(model_dir))
     _log.warning(
         "The job ends without the evaluator's result of step %d and without "
