@@ -68,7 +68,10 @@ def global_batches(args):
         cluster = tfdist.Cluster.from_env()
         is_worker = cluster.task_type == "worker"
         dataset = dataset.shard(3, cluster.task_index + is_worker)
-    return dataset.shuffle(100).repeat(args.epochs).batch(48)
+    dataset = dataset.shuffle(100).repeat(args.epochs).batch(48)
+    is_short = args.short == tfdist.Cluster.from_env().task
+    dataset = dataset.take(5) if is_short else dataset
+    return dataset.filter(lambda *_: True) if args.unknown_size else dataset
 
 
 def own_batches(args, context):
@@ -142,6 +145,11 @@ def flags():
     parser.add_argument("--stranger")
     # The task whose model function fails.
     parser.add_argument("--fails")
+    # The task whose data end early.
+    parser.add_argument("--short")
+    parser.add_argument("--steps_per_dispatch", type=int)
+    # Whether the number of batches is unknown.
+    parser.add_argument("--unknown_size", action="store_true")
     # The task that hears of the leader's announcements late.
     parser.add_argument("--late")
     return parser.parse_args()
@@ -171,6 +179,7 @@ def main():
         save_checkpoints_steps=args.save_steps,
         log_step_count_steps=10,
         session_creation_timeout_secs=args.wait_secs,
+        steps_per_dispatch=args.steps_per_dispatch,
     )
     result = tfdist.train_and_evaluate(
         tfdist.Estimator(functools.partial(model_fn, args), config),

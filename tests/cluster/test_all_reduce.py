@@ -173,6 +173,19 @@ def test_an_error_in_one_ends_all(tmp_path, task):
             assert re.search(reason, job.output(name), re.MULTILINE)
 
 
+@pytest.mark.parametrize("task", ["chief:0", "worker:1"])
+def test_data_that_end_in_one_end_all(tmp_path, task):
+    """The others wait for its gradients, and would do so forever."""
+    flags = f"--short={task}", "--wait_secs=20"
+    with start(tmp_path / "model", *flags) as job:
+        wait_until_gone(job, TASKS)
+        assert set(map(tuple, job.exit_codes().values())) == {(1,)}
+        reason = f"The training input of {task} ended at step 5, but"
+        # A chief cannot tell processes that wait in a step, and then is gone.
+        for name in {task, "chief:0"}:
+            assert reason in job.output(name)
+
+
 @pytest.mark.alone  # Within a minute.
 def test_a_checkpoint_of_another_model_ends_every_process(tmp_path):
     variables = {"another/kernel": tf.Variable([1.0])}

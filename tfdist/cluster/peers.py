@@ -136,7 +136,8 @@ class Peers:
     ) -> dict[str, str]:
         """The announcements of all other processes, by task name.
 
-        Raises OpError if a process is gone, or silent for `secs`.
+        Raises OpError if a process is gone, DeadlineExceededError if it is
+        silent for `secs`.
         """
         said = {}
         for name in self._others:
@@ -189,7 +190,8 @@ class Peers:
                     "program. They differ:\n" + "\n".join(differences)
                 )
 
-    def _check_failed(self) -> None:
+    def check_failed(self) -> None:
+        """Raises the RuntimeError of another process that has failed."""
         key = f"{self._prefix}failed"
         reason = (
             None if self._fails else private.get_cluster_value(key, _ASK_SECS)
@@ -211,12 +213,12 @@ class Peers:
             value = private.get_cluster_value(self._prefix + key, _POLL_SECS)
             if value is None:
                 watch()
-                self._check_failed()
+                self.check_failed()
             return value
 
         value = wait_for(answer, secs, poll_secs=0.0)
         if value is None:
-            raise tf.errors.UnavailableError(
+            raise tf.errors.DeadlineExceededError(
                 None, None, f"{self.name} waited {secs:g} s for {key} in vain"
             )
         return value

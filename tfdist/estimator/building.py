@@ -46,6 +46,10 @@ _log = logging.getLogger(__name__)
 _ELEMENT_SPEC = "element_spec"
 # Types of an optimizer's hyperparameters.
 _PLAIN = bool | int | float | str | None
+_SIZES = {
+    tf.data.INFINITE_CARDINALITY: "infinite",
+    tf.data.UNKNOWN_CARDINALITY: "unknown",
+}
 # The types of variables that TensorFlow's collectives broadcast.
 _SENT = ("bool", "float16", "float32", "float64", "int32", "int64")
 
@@ -304,14 +308,17 @@ def _same_as_others(
         # A smaller group redistributes the data, starting with another pass.
         first_pass=len(config.cluster.addresses()) - len(tasks),
     )
+    replicas = len(strategy.extended.worker_devices)
+    program = {"number of replicas": str(replicas)}
     with peers.failing_together():
         dataset = with_context(input_fn)(context)
         if not own:
             options = tf.data.Options()
             options.deterministic = True  # Or the orders would differ.
             dataset = dataset.with_options(options)
-        program = {
-            "number of replicas": str(len(strategy.extended.worker_devices)),
+            size = int(dataset.cardinality())
+            program["number of batches"] = _SIZES.get(size, str(size))
+        program |= {
             "batch": str(dataset.element_spec),
             "steps_per_dispatch": str(config.steps_per_dispatch),
             **_described(model_fn, dataset.element_spec),

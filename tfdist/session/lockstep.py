@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -19,6 +20,7 @@ from tfdist.cluster.termination import Sigterm
 from tfdist.session.recovery import restart_process
 
 _log = logging.getLogger(__name__)
+_ENDED_SECS = 30.0  # Processes end in the same step, a moment apart.
 
 
 @dataclasses.dataclass(eq=False)
@@ -64,6 +66,26 @@ class Lockstep:
         """Ends the followers, on the leader, and waits until they know why."""
         if self._peers.leads:
             self._peers.fail(error)
+
+    def check_ended(self, step: int) -> None:
+        """Raises RuntimeError if the input of others goes on after `step`."""
+        self._peers.announce("ended")
+        try:
+            self._peers.wait_for_others("ended", self.watch, _ENDED_SECS)
+        except tf.errors.DeadlineExceededError:
+            error = RuntimeError(
+                f"The training input of {self._peers.name} ended at step "
+                f"{step}, but that of another process goes on. An input "
+                "function must return the same batches in every process, or "
+                "take an InputContext and return those of its process."
+            )
+            self._peers.fail(error)
+            raise error from None
+
+    def check_failed(self) -> None:
+        """Raises RuntimeError if another process has told why it fails."""
+        with contextlib.suppress(tf.errors.OpError):  # Nobody can tell.
+            self._peers.check_failed()
 
     def regroup(self, workers: Iterable[str]) -> None:
         """Ends this group, on the leader; the given workers restart."""

@@ -408,6 +408,8 @@ class MonitoredTrainingSession(RecoverableSession):
         self.input_secs = self.input_secs + self._loop.input_secs()
         if self.input_ended:
             _log.info("The training input ended at step %d.", self.step)
+            if self._lockstep and not self._loop.own_batches:
+                self._lockstep.check_ended(self.step)
         self._steps_per_sec = (self.step - first_step) / max(secs, 1e-9)
         return logs
 

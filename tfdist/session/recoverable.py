@@ -225,6 +225,8 @@ class RecoverableSession:
 
     def _drop(self, error: Exception) -> None:
         """Drops everything that may refer to lost state, or raises."""
+        if self._lockstep:
+            self._lockstep.check_failed()
         lost = dict(getattr(error, "lost", {}))
         if self._health:
             lost |= self._health.look()
