@@ -236,12 +236,12 @@ def named(input_fn: InputFn) -> Iterator[None]:
         yield
     except (tf.errors.OpError, ValueError) as error:
         if not getattr(error, "in_hook", False):
-            note = (
-                f"The batches come from input function {described(input_fn)}."
-            )
+            name, rule = described(input_fn), ""
             if "in the collective instance" in str(error):
-                note += " It must return the same batches in every process."
-            error.add_note(note)
+                rule = " It must return the same batches in every process."
+            error.add_note(
+                f"The batches come from input function {name}.{rule}"
+            )
         raise
 
 

@@ -88,6 +88,8 @@ An error in user code: raised where it happened. On the leader, or while the
 Processes with different programs (variables, batches, number of devices): a
   `ValueError` in each, before the first step, that names the difference.
   (test_another_program_is_named)
+Global batches that end in one process before they end in the others: a
+  `RuntimeError` after 30 s. (test_data_that_end_in_one_end_all)
 
 Steps pause until a process replaces the dead one (immediate if `tfdist launch`
 forks it: test_a_job_of_forks_goes_on), and while the chief connects, restores
