@@ -417,6 +417,19 @@ def hash_table(job):
     job.trains_as_fit(model_fn, (words, examples()[1]))
 
 
+@case()
+def an_initializer_of_numpy(job):
+    def initial(shape, dtype=None):
+        return np.random.normal(size=shape).astype("float32")
+
+    def model_fn():
+        return compiled(
+            *(layers.Dense(n, kernel_initializer=initial) for n in (5, 1))
+        )
+
+    job.trains_as_fit(model_fn)
+
+
 @case("LoRA")
 def lora(job):
     def model_fn():
