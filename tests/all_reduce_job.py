@@ -100,15 +100,17 @@ class Pace(tfdist.SessionRunHook):
 
 
 class DiesOnce(tfdist.SessionRunHook):
-    """Has `worker:1` killed once, after a step whose checkpoint comes next."""
+    """Has `worker:1` end once, after a step whose checkpoint comes next."""
 
-    def __init__(self, mark):
-        self._mark = pathlib.Path(mark)
+    def __init__(self, mark, by_error):
+        self._mark, self._by_error = pathlib.Path(mark), by_error
 
     def after_run(self, run_context, run_values):
         task, step = tfdist.Cluster.from_env().task, run_context.session.step
         if (task, step) == ("worker:1", 20) and not self._mark.exists():
             self._mark.touch()
+            if self._by_error:
+                raise ValueError("A line is damaged")
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -139,8 +141,9 @@ def flags():
     parser.add_argument("--plain", action="store_true")
     # Whether the input function shards what will be shared out anyway.
     parser.add_argument("--shards_itself", action="store_true")
-    # A file that says whether worker:1 has been killed.
+    # A file that says whether worker:1 has ended, killed or by an error.
     parser.add_argument("--dies_once")
+    parser.add_argument("--by_error", action="store_true")
     # The task that runs another program than the others.
     parser.add_argument("--stranger")
     # The task whose model function fails.
@@ -172,7 +175,7 @@ def main():
     if args.pace_secs:
         hooks.append(Pace(args.pace_secs, args.model_dir))
     if args.dies_once:
-        hooks.append(DiesOnce(args.dies_once))
+        hooks.append(DiesOnce(args.dies_once, args.by_error))
     config = tfdist.RunConfig(
         args.model_dir,
         tf_random_seed=1,

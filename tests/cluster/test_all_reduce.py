@@ -109,7 +109,7 @@ def test_ends_as_if_undisturbed(directory, tmp_path, own_batches, task, harm):
 @pytest.mark.alone
 def test_one_that_dies_while_the_chief_saves(directory, tmp_path):
     """No collective fails: the chief waits for what each process has read."""
-    wanted = undisturbed(directory / "own-True", own_batches=True)
+    wanted = undisturbed(directory / "own-True", True)
     flags = [f"--max_steps={STEPS}", "--own_batches"]
     flags += [f"--dies_once={tmp_path / 'mark'}"]
     with start(tmp_path / "model", *flags, restart_secs=1.0) as job:
@@ -121,11 +121,27 @@ def test_one_that_dies_while_the_chief_saves(directory, tmp_path):
         assert re.search(failed, job.output("chief:0"))
 
 
+def test_one_that_fails_later_is_waited_for(directory, tmp_path):
+    """The chief says why."""
+    wanted = undisturbed(directory / "own-True", True)
+    flags = [f"--max_steps={STEPS}", "--own_batches", "--by_error"]
+    flags += [f"--dies_once={tmp_path / 'mark'}"]
+    with start(tmp_path / "model", *flags, restart_secs=1.0) as job:
+        assert job.wait(timeout_secs=DEADLINE_SECS) == 0
+        wait_until_gone(job, TASKS)
+        assert job.exit_codes()["worker:1"][0] == 1
+        assert digests(job) == wanted
+        reason = (
+            "worker:1 has failed: ValueError: A line is damaged. The others"
+        )
+        assert reason in job.output("chief:0")
+
+
 @pytest.mark.alone
 @pytest.mark.parametrize("task", ["chief:0", "worker:1"])
 def test_one_that_is_told_to_end(directory, tmp_path, task):
     """All save and begin anew: not a step is made twice."""
-    wanted = undisturbed(directory / "own-True", own_batches=True)
+    wanted = undisturbed(directory / "own-True", True)
     flags = [f"--max_steps={STEPS}", "--own_batches", "--save_steps=1000"]
     with start(
         tmp_path / "model", *flags, "--pace_secs=1", restart_secs=0.0

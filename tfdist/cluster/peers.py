@@ -100,11 +100,7 @@ class Peers:
 
         Returns once all know; if some do not listen, after a few seconds.
         """
-        self._fails = True
-        kind, message = type(error).__name__, str(error)
-        if isinstance(error, tf.errors.OpError):
-            message = summarize_error(error)
-        reason = f"{self.name} has failed: {kind}: {message}"
+        self._fails, reason = True, self._reason(error)
         with contextlib.suppress(tf.errors.OpError):  # Some may be gone.
             try:
                 self._write("failed", reason)
@@ -112,6 +108,23 @@ class Peers:
                 self.announce("informed")
             else:
                 self.wait_for_others("informed", secs=_INFORM_SECS)
+
+    def tell_error(self, error: BaseException) -> None:
+        """Lets the others know why this process is about to end."""
+        with contextlib.suppress(tf.errors.OpError):
+            self.announce("error", self._reason(error))
+
+    def errors(self) -> list[str]:
+        """What processes have told of their errors; on the leader."""
+        keys = [f"{self._prefix}error/{name}" for name in self._others]
+        told = [private.get_cluster_value(key, _ASK_SECS) for key in keys]
+        return [reason for reason in told if reason]
+
+    def _reason(self, error: BaseException) -> str:
+        kind, message = type(error).__name__, str(error)
+        if isinstance(error, tf.errors.OpError):
+            message = summarize_error(error)
+        return f"{self.name} has failed: {kind}: {message}"
 
     @contextlib.contextmanager
     def failing_together(self) -> Iterator[None]:

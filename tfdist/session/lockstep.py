@@ -63,9 +63,11 @@ class Lockstep:
         return self._peers.leaving()
 
     def fail(self, error: BaseException) -> None:
-        """Ends the followers, on the leader, and waits until they know why."""
+        """Ends the followers, on the leader; a follower says why it ends."""
         if self._peers.leads:
             self._peers.fail(error)
+        else:
+            self._peers.tell_error(error)
 
     def check_ended(self, step: int) -> None:
         """Raises RuntimeError if the input of others goes on after `step`."""
@@ -83,9 +85,11 @@ class Lockstep:
             raise error from None
 
     def check_failed(self) -> None:
-        """Raises RuntimeError if another process has told why it fails."""
+        """Raises RuntimeError if the job fails; logs why a follower ended."""
         with contextlib.suppress(tf.errors.OpError):  # Nobody can tell.
             self._peers.check_failed()
+            for reason in self._peers.errors() if self._peers.leads else ():
+                _log.warning("%s. The others wait for it.", reason)
 
     def regroup(self, workers: Iterable[str]) -> None:
         """Ends this group, on the leader; the given workers restart."""
