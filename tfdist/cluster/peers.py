@@ -35,8 +35,8 @@ _LOOK_SECS, _ASK_SECS = 5.0, 0.02
 # How long a process that fails waits until the others, which may be in a step
 # or build a model, know why.
 _INFORM_SECS = 10.0
-# Errors after which a process may continue; see `recovery.choose_action`.
-_TEMPORARY = (
+# Errors of a process because another one is gone, from which jobs recover.
+LOST_PEER = (
     tf.errors.AbortedError,
     tf.errors.CancelledError,
     tf.errors.DeadlineExceededError,
@@ -93,7 +93,7 @@ class Peers:
         if time.monotonic() - self._looked < _LOOK_SECS:
             return None
         self._looked = time.monotonic()
-        return private.get_cluster_value(f"{self._prefix}leaving", _ASK_SECS)
+        return self._read("leaving")
 
     def fail(self, error: BaseException) -> None:
         """Ends the waits of other processes by a RuntimeError that says why.
@@ -116,8 +116,7 @@ class Peers:
 
     def errors(self) -> list[str]:
         """What processes have told of their errors; on the leader."""
-        keys = [f"{self._prefix}error/{name}" for name in self._others]
-        told = [private.get_cluster_value(key, _ASK_SECS) for key in keys]
+        told = [self._read(f"error/{name}") for name in self._others]
         return [reason for reason in told if reason]
 
     def _reason(self, error: BaseException) -> str:
@@ -131,7 +130,7 @@ class Peers:
         """Ends all processes if one meets an error of the program in here."""
         try:
             yield
-        except _TEMPORARY:
+        except LOST_PEER:
             raise
         except (Exception, SystemExit) as error:
             self.fail(error)
@@ -205,13 +204,12 @@ class Peers:
 
     def check_failed(self) -> None:
         """Raises the RuntimeError of another process that has failed."""
-        key = f"{self._prefix}failed"
-        reason = (
-            None if self._fails else private.get_cluster_value(key, _ASK_SECS)
-        )
-        if reason:
+        if not self._fails and (reason := self._read("failed")):
             self.announce("informed")
             raise RuntimeError(reason)
+
+    def _read(self, key: str, secs: float = _ASK_SECS) -> str | None:
+        return private.get_cluster_value(self._prefix + key, secs)
 
     def _write(self, key: str, value: str) -> None:
         private.set_cluster_value(self._prefix + key, value)
@@ -223,7 +221,7 @@ class Peers:
         secs: float = math.inf,
     ) -> str:
         def answer() -> str | None:
-            value = private.get_cluster_value(self._prefix + key, _POLL_SECS)
+            value = self._read(key, _POLL_SECS)
             if value is None:
                 watch()
                 self.check_failed()

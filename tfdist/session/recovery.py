@@ -15,6 +15,7 @@ import tensorflow as tf
 from tfdist._tf.errors import summarize_error
 from tfdist._tf.private import COORDINATOR_ERRORS
 from tfdist.cluster.health import ServerFailure, ServerLostError
+from tfdist.cluster.peers import LOST_PEER
 
 _log = logging.getLogger(__name__)
 
@@ -32,8 +33,6 @@ END_OF_INPUT = (tf.errors.OutOfRangeError, StopIteration)
 _LOST = (tf.errors.AbortedError, tf.errors.UnavailableError, ServerLostError)
 # Messages of servers that have freed the state of a chief.
 _GIVEN_UP = ("context_id", "Unable to find the relevant tensor remote_handle")
-# Other errors of an all-reduce when a participating process is gone.
-_WITHOUT_ANSWER = (tf.errors.CancelledError, tf.errors.DeadlineExceededError)
 
 
 class RecoveryAction(enum.Enum):
@@ -69,7 +68,7 @@ def choose_action(
         # Calls to a frozen server may hang forever, in unkillable threads.
         return RecoveryAction.RESTART
     if in_sync:
-        ended = isinstance(error, (*_LOST, *_WITHOUT_ANSWER))
+        ended = isinstance(error, (*LOST_PEER, ServerLostError))
         return RecoveryAction.RESTART if ended else RecoveryAction.RAISE
     # The servers freed a chief's state after a long freeze or disconnection.
     given_up = any(sign in str(error) for sign in _GIVEN_UP)

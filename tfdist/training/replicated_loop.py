@@ -5,8 +5,7 @@ gradients (`replicas.py`), so the weights equal those of one device with the
 whole batch. Layers that depend on their whole batch see only the share:
 `BatchNormalization` normalizes by the share, unless it is `synchronized` (and
 gets no mask, with which Keras ignores that), and updates its averages with the
-mean over replicas. Changes of weights with
-`aggregation="sum"` are summed.
+mean over replicas. Changes of weights with `aggregation="sum"` are summed.
 """
 
 from __future__ import annotations
