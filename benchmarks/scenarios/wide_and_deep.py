@@ -24,6 +24,7 @@ def run(bench: Bench) -> Iterator[Result]:
         "chief is one of the training tasks; in the others, the chief "
         "coordinates two workers. Training computes no metrics but the loss. "
         "AUC is measured on held-out examples after the same number of steps. "
+        "Of one process, which begins with single steps, the last are measured. "
         "Each round has a different seed.",
     )
     for rows in (1_000,) if bench.quick else (100_000, 1_000_000):
@@ -51,6 +52,8 @@ def _contenders(
     ) -> Callable[[int], Measured]:
         """Returns a contender that runs `share` of the steps on `cluster`."""
         ps, workers = cluster
+        # One process runs single steps first.
+        later = 0 if workers or bench.quick else 2000
         environment = options.pop("environment", "here")
 
         def measure(number: int) -> Measured:
@@ -58,8 +61,8 @@ def _contenders(
                 "rows": rows,
                 "data": data,
                 "seed": number,
-                "warm": max(5, int(warm * share)),
-                "steps": max(10, int(steps * share)),
+                "warm": max(5, int((warm + later) * share)),
+                "steps": max(10, int((steps - later) * share)),
                 **options,
             }
             return bench.run(
@@ -93,4 +96,8 @@ def _contenders(
         },
         "Keras 3, ClusterCoordinator": contender("stock", share=stock),
         "limit: tfdist, one process": contender("tfdist", cluster=(0, 0)),
+        "limit: one process, by hand": contender("by_hand", cluster=(0, 0)),
+        "Keras 3 fit, one process": contender(
+            "fit", cluster=(0, 0), share=stock
+        ),
     }
