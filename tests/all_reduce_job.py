@@ -15,6 +15,7 @@ import logging
 import os
 import pathlib
 import signal
+import sys
 import time
 
 import keras
@@ -114,6 +115,17 @@ class DiesOnce(tfdist.SessionRunHook):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Exits(tfdist.SessionRunHook):
+    """Ends a task after some steps, as a user's hook may."""
+
+    def __init__(self, task):
+        self._task = task
+
+    def after_run(self, run_context, run_values):
+        if self._task == tfdist.Cluster.from_env().task:
+            sys.exit(3)
+
+
 class Digest(tfdist.SessionRunHook):
     """Prints what the weights are at the end, in this process."""
 
@@ -146,8 +158,9 @@ def flags():
     parser.add_argument("--by_error", action="store_true")
     # The task that runs another program than the others.
     parser.add_argument("--stranger")
-    # The task whose model function fails.
+    # The task whose model function fails, and the one that a hook ends.
     parser.add_argument("--fails")
+    parser.add_argument("--exits")
     # The task whose data end early.
     parser.add_argument("--short")
     parser.add_argument("--steps_per_dispatch", type=int)
@@ -174,6 +187,8 @@ def main():
     hooks = [Digest()]
     if args.pace_secs:
         hooks.append(Pace(args.pace_secs, args.model_dir))
+    if args.exits:
+        hooks.append(Exits(args.exits))
     if args.dies_once:
         hooks.append(DiesOnce(args.dies_once, args.by_error))
     config = tfdist.RunConfig(

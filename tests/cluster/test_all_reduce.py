@@ -189,6 +189,16 @@ def test_an_error_in_one_ends_all(tmp_path, task):
             assert re.search(reason, job.output(name), re.MULTILINE)
 
 
+def test_a_leader_that_exits_ends_all(tmp_path):
+    with start(tmp_path / "model", "--exits=chief:0") as job:
+        wait_until_gone(job, TASKS, timeout_secs=60)
+        codes = {task: set(codes) for task, codes in job.exit_codes().items()}
+        assert codes == {"chief:0": {3}, "worker:0": {1}, "worker:1": {1}}
+        reason = r"^RuntimeError: chief:0 has failed: SystemExit: 3$"
+        for name in TASKS[1:]:
+            assert re.search(reason, job.output(name), re.MULTILINE)
+
+
 UNKNOWN = ["--unknown_size", "--steps_per_dispatch=1"]
 
 

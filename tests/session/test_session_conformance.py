@@ -103,6 +103,14 @@ TRACES = {
 }
 
 
+@pytest.mark.parametrize("name", ["OutOfRange", "StopIteration"])
+def test_a_hook_that_ends_training_by_an_error_is_named(name, caplog):
+    """It may have meant anything, such as a `next` without a default."""
+    ours(TRACES[name], None)
+    assert f"A hook raised {name}" in caplog.text
+    assert "training ends here" in caplog.text
+
+
 @pytest.mark.parametrize("name", TRACES)
 def test_calls_errors_and_checkpoints(name, tmp_path):
     directories = tmp_path / "tf1", tmp_path / "ours"

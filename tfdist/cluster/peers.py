@@ -132,7 +132,7 @@ class Peers:
             yield
         except LOST_PEER:
             raise
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
             self.fail(error)
             raise
 

@@ -81,11 +81,11 @@ SIGTERM: as above on the leader (the chief, else worker 0). Any other process
   exits with code 143 once all have saved; the others restart themselves. As
   with TensorFlow's `PreemptionCheckpointHandler`, it costs no step. If nothing
   saves, the process continues for 20 s. (test_one_that_is_told_to_end)
-An error in user code: raised where it happened. On the leader, or while the
-  model and the input are made, it ends all processes, which say why
-  (test_an_error_in_one_ends_all); otherwise the leader says why, and the
-  others wait for the failed process to come back.
-  (test_one_that_fails_later_is_waited_for)
+An error in user code, or `sys.exit`: raised where it happened. On the leader,
+  or while the model and the input are made, it ends all processes, which say
+  why (test_an_error_in_one_ends_all, test_a_leader_that_exits_ends_all);
+  otherwise the leader says why, and the others wait for the failed process to
+  come back. (test_one_that_fails_later_is_waited_for)
 Processes with different programs (variables, batches, number of devices): a
   `ValueError` in each, before the first step, that names the difference.
   (test_another_program_is_named)

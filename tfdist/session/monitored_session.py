@@ -17,6 +17,7 @@ from tfdist.cluster import servers
 from tfdist.cluster.size import ClusterSize
 from tfdist.cluster.spec import Cluster
 from tfdist.cluster.strategies import check_is_chief
+from tfdist.cluster.termination import TERMINATED
 from tfdist.hooks.basic import NanTensorHook
 from tfdist.hooks.saving_hooks import (
     DEFAULT_SAVE_SECS,
@@ -423,8 +424,12 @@ class MonitoredTrainingSession(RecoverableSession):
         return steps_allowed(self.hooks, step, most)
 
     def _tell_failure(self, error: BaseException | None) -> None:
-        """Ends the followers, too, which would wait for the leader."""
-        if self._lockstep and isinstance(error, Exception):
+        """Ends the followers, too, which would wait for the leader.
+
+        They wait for one that SIGTERM ends, as it will be started again.
+        """
+        returns = isinstance(error, SystemExit) and error.code == TERMINATED
+        if self._lockstep and error and not returns:
             self._lockstep.fail(error)
 
     def _release(self) -> None:

@@ -98,8 +98,14 @@ def in_hooks() -> Iterator[None]:
     """Marks errors raised inside the context as errors of hooks."""
     try:
         yield
-    except FAILURES as error:
-        error.in_hook = True
+    except (*FAILURES, StopIteration) as error:
+        error.in_hook = True  # type: ignore[union-attr]
+        if isinstance(error, END_OF_INPUT):
+            _log.warning(
+                "A hook raised %s: training ends here, as if its data had "
+                "ended. To end it on purpose, call `request_stop()`.",
+                repr(error),
+            )
         raise
 
 
