@@ -330,6 +330,29 @@ def test_what_a_hook_fails_with_is_not_laid_to_the_batches(tmp_path):
     assert not hasattr(raised.value, "__notes__")
 
 
+def test_only_the_function_of_the_evaluated_batches_is_named(tmp_path):
+    def narrow():
+        return generated([8, 3], signature=[None, 3])
+
+    with pytest.raises(ValueError, match="incompatible with the layer") as told:
+        tfdist.train_and_evaluate(
+            estimator(tmp_path),
+            tfdist.TrainSpec(batches, max_steps=2),
+            tfdist.EvalSpec(narrow, steps=1),
+        )
+    (note,) = told.value.__notes__
+    assert input_fns.described(narrow) in note
+
+
+def test_what_a_model_function_fails_with_is_not_laid_to_the_batches(tmp_path):
+    def model_fn():
+        return keras.Model.compile(keras.Sequential(), "unknown") or None
+
+    with pytest.raises(ValueError, match="Could not interpret opt") as raised:
+        estimator(tmp_path, model_fn).train(batches)
+    assert not hasattr(raised.value, "__notes__")
+
+
 # --- Model functions ---------------------------------------------------------
 
 

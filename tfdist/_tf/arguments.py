@@ -31,8 +31,10 @@ def load_function(flag: str, target: str) -> Callable[..., Any]:
         ) from error
 
 
-def check_at_least(argument: str, value: Any, least: float) -> None:
-    """Raises an error unless `value` is None or a number, at least `least`.
+def check_at_least(
+    argument: str, value: Any, least: float, or_none: bool = True
+) -> None:
+    """Raises an error unless `value` is a number, at least `least`, or None.
 
     It must be an integer if `least` is 1 or more or the name ends in "steps".
 
@@ -40,7 +42,7 @@ def check_at_least(argument: str, value: Any, least: float) -> None:
     Traceback (most recent call last):
     ValueError: Argument `steps` must be at least 1. Received: steps=0.
     """
-    if value is None:
+    if value is None and or_none:
         return
     received = f"Received: {argument}={value!r}."
     counts = least >= 1 or argument.endswith("steps")

@@ -235,13 +235,24 @@ def named(input_fn: InputFn) -> Iterator[None]:
     try:
         yield
     except (tf.errors.OpError, ValueError) as error:
-        if not getattr(error, "in_hook", False):
+        if not getattr(error, "source_told", False):
+            error.source_told = True  # type: ignore[union-attr]
             name, rule = described(input_fn), ""
             if "in the collective instance" in str(error):
                 rule = " It must return the same batches in every process."
             error.add_note(
                 f"The batches come from input function {name}.{rule}"
             )
+        raise
+
+
+@contextlib.contextmanager
+def unnamed() -> Iterator[None]:
+    """Keeps `named` from adding its note to errors raised in here."""
+    try:
+        yield
+    except Exception as error:
+        error.source_told = True  # type: ignore[attr-defined]
         raise
 
 

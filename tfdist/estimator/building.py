@@ -24,7 +24,13 @@ from tfdist.checkpoint import checkpoints
 from tfdist.cluster import servers
 from tfdist.cluster.peers import Peers
 from tfdist.cluster.strategies import SYNCHRONOUS, check_tpu, group_of
-from tfdist.data.input_fns import InputFn, named, takes_context, with_context
+from tfdist.data.input_fns import (
+    InputFn,
+    named,
+    takes_context,
+    unnamed,
+    with_context,
+)
 from tfdist.data.worker_context import GroupContext
 from tfdist.estimator import results
 from tfdist.estimator.specs import ModelFn, RunConfig
@@ -160,7 +166,9 @@ def create_variables(
     """Creates the step counter, on the first ps as in TF1, and the model."""
 
     def made() -> keras.Model:
-        return compiled_model.checked_model(model_fn(), element_spec, targets)
+        with unnamed():
+            model = model_fn()
+        return compiled_model.checked_model(model, element_spec, targets)
 
     num_ps, placement = servers.num_ps(strategy), config.placement
     specs: Sequence[VariableSpec] = ()

@@ -32,7 +32,7 @@ import tensorflow as tf
 
 from tfdist._tf import storage
 from tfdist.checkpoint import checkpoints
-from tfdist.data.input_fns import without_context
+from tfdist.data.input_fns import named, without_context
 from tfdist.estimator import results, saved_models
 from tfdist.estimator.evaluation import DamagedCheckpointError, Evaluation
 from tfdist.estimator.specs import EvalSpec, ModelFn
@@ -92,15 +92,16 @@ class Evaluator:
             dataset = dataset.take(self.spec.steps)
         identity = results.identity_of(path) if path else None
         metrics: dict[str, float] = {}
-        if elsewhere and not self.spec.hooks:
-            assert path is not None
-            metrics, step = elsewhere(dataset), checkpoints.step_of(path)
-            # `path` may have been overwritten.
-            self._evaluation.forget(dataset.element_spec)
-        if not metrics:
-            metrics, step = self._evaluation.run(dataset, path)
-            if not (path or self._evaluation.is_given):
-                results.warn_of_untrained(self._model_dir)
+        with named(self.spec.input_fn):
+            if elsewhere and not self.spec.hooks:
+                assert path is not None
+                metrics, step = elsewhere(dataset), checkpoints.step_of(path)
+                # `path` may have been overwritten.
+                self._evaluation.forget(dataset.element_spec)
+            if not metrics:
+                metrics, step = self._evaluation.run(dataset, path)
+        if not (path or self._evaluation.is_given):
+            results.warn_of_untrained(self._model_dir)
         if not metrics:
             raise ValueError(
                 "There is no batch to evaluate: the `input_fn` of the EvalSpec "

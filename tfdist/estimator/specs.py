@@ -208,7 +208,8 @@ class RunConfig:
             ("session_creation_timeout_secs", 1e-9),
             ("evaluator_timeout_secs", 0),
         ):
-            check_at_least(name, getattr(self, name), least)
+            or_none = "timeout" not in name
+            check_at_least(name, getattr(self, name), least, or_none)
         strategy_lib.check(self.strategy, self.cluster)
         self._check_waiting()
 
@@ -391,8 +392,8 @@ class EvalSpec:
         takes_context(self.input_fn)
         check_at_least("steps", self.steps, 1)
         check_type("name", self.name, str | None)
-        check_at_least("start_delay_secs", self.start_delay_secs, 0)
-        check_at_least("throttle_secs", self.throttle_secs, 0)
+        check_at_least("start_delay_secs", self.start_delay_secs, 0, False)
+        check_at_least("throttle_secs", self.throttle_secs, 0, False)
         _make_tuple(self, "hooks", tf.compat.v1.train.SessionRunHook)
         if isinstance(self.exporters, Exporter):
             object.__setattr__(self, "exporters", (self.exporters,))
@@ -436,8 +437,7 @@ def _refuse_or_ignore(fields: dict[str, Any]) -> None:
 
 def _make_tuple(spec: Any, name: str, wanted: type) -> None:
     """Converts an attribute to a tuple (None: empty); checks its elements."""
-    values = getattr(spec, name)
-    values = () if values is None else values
+    values = () if (given := getattr(spec, name)) is None else given
     if not isinstance(values, Iterable):
         raise TypeError(
             f"Argument `{name}` must be a sequence of tfdist.{wanted.__name__}."

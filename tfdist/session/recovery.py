@@ -16,6 +16,7 @@ from tfdist._tf.errors import summarize_error
 from tfdist._tf.private import COORDINATOR_ERRORS
 from tfdist.cluster.health import ServerFailure, ServerLostError
 from tfdist.cluster.peers import LOST_PEER
+from tfdist.data.input_fns import unnamed
 
 _log = logging.getLogger(__name__)
 
@@ -97,7 +98,8 @@ def restart_process(reason: str) -> None:
 def in_hooks() -> Iterator[None]:
     """Marks errors raised inside the context as errors of hooks."""
     try:
-        yield
+        with unnamed():
+            yield
     except (*FAILURES, StopIteration) as error:
         error.in_hook = True  # type: ignore[union-attr]
         if isinstance(error, END_OF_INPUT):
