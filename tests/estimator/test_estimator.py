@@ -696,6 +696,21 @@ def test_wrong_types(tmp_path, position):
         tfdist.train_and_evaluate(*args)
 
 
+def test_a_function_for_fit_that_returns_no_dataset():
+    with pytest.raises(TypeError, match=r"must return a tf\.data\.Dataset"):
+        tfdist.fit(model_fn, lambda: iter([1]), steps_per_epoch=2)
+
+
+def test_a_checkpoint_that_is_not_there(trained, tmp_path):
+    path = str(tmp_path / "nowhere")
+    for call in (
+        lambda: next(trained.predict(batches, checkpoint_path=path)),
+        lambda: trained.evaluate(batches, checkpoint_path=path),
+    ):
+        with pytest.raises(ValueError, match="is damaged or missing"):
+            call()
+
+
 def test_a_misspelled_argument_of_fit():
     with pytest.raises(TypeError, match=r"`epoch` is not .*mean `epochs`\?"):
         tfdist.fit(model_fn, examples(8), epoch=3)

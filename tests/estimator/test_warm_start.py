@@ -233,6 +233,9 @@ def test_another_shape(old, tmp_path):
 def test_no_path():
     with pytest.raises(ValueError, match="`ckpt_to_initialize_from` must be"):
         WarmStartSettings("")
+    for wrong, error in (("", ValueError), (5, TypeError)):
+        with pytest.raises(error, match="`ckpt_to_initialize_from` must be"):
+            tfdist.Estimator(model_fn, tfdist.RunConfig("m"), wrong)
 
 
 def growing():

@@ -147,6 +147,7 @@ def test_a_clock_that_is_set_changes_no_seconds(monkeypatch, by):
         ({"every_steps": 0}, "must be positive"),
         ({"every_secs": -1}, "must be positive"),
         ({"every_steps": 1e3}, "`every_steps` must be an integer"),
+        ({"every_secs": "5"}, "`every_secs` must be a number"),
     ],
 )
 def test_bad_timer(kwargs, message):

@@ -567,6 +567,18 @@ def test_no_pairs():
         MultiOptimizer([])
 
 
+def test_a_part_that_is_there_twice():
+    shared = K.SGD()
+    with pytest.raises(ValueError, match="an optimizer of its own"):
+        MultiOptimizer([("wide", shared), ("", shared)])
+    assert len(MultiOptimizer([("wide", "sgd"), ("", "sgd")]).parts) == 2
+
+
+def test_a_pattern_that_is_none():
+    with pytest.raises(ValueError, match=r"Pattern 'wide\(' of optimizer"):
+        MultiOptimizer([("wide(", K.SGD())])
+
+
 def test_a_part_that_would_scale_the_loss():
     """A loss is scaled for all variables; they would have been divided."""
     with pytest.raises(ValueError, match="'sgd' of a MultiOptimizer must have"):

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist._tf.private_keras import py_dataset_batches, py_dataset_spec
-from tfdist.data.input_fns import InputFn
+from tfdist.data.input_fns import InputFn, checked
 from tfdist.data.worker_context import pass_numbers, read_by_all
 
 _log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def input_fns(
 
         @functools.wraps(data)
         def repeated(*args: tf.distribute.InputContext) -> tf.data.Dataset:
-            return data(*args).repeat()
+            return checked(data(*args), data).repeat()
 
         return data, repeated
     if isinstance(data, keras.utils.PyDataset):

@@ -86,15 +86,7 @@ def with_context(
                 "worker gets a copy of the layer. TensorFlow says: "
                 + str(error).partition("\n")[0]
             ) from error
-        if not isinstance(dataset, tf.data.Dataset):
-            raise TypeError(
-                f"Input function {described(input_fn)} must return a "
-                f"tf.data.Dataset of batches. Received: {dataset!r} of type "
-                f"{type(dataset).__name__}. Arrays become a dataset by "
-                "`tf.data.Dataset.from_tensor_slices((features, labels))"
-                ".batch(...)`, a generator by `from_generator`."
-            )
-        return untuned(_of_tensors(dataset, input_fn))
+        return untuned(_of_tensors(checked(dataset, input_fn), input_fn))
 
     def call(context: tf.distribute.InputContext) -> tf.data.Dataset:
         try:
@@ -108,6 +100,19 @@ def with_context(
             ) from error
 
     return call
+
+
+def checked(dataset: Any, input_fn: InputFn) -> tf.data.Dataset:
+    """Returns what an input function returned, if it is a dataset."""
+    if not isinstance(dataset, tf.data.Dataset):
+        raise TypeError(
+            f"Input function {described(input_fn)} must return a "
+            f"tf.data.Dataset of batches. Received: {dataset!r} of type "
+            f"{type(dataset).__name__}. Arrays become a dataset by "
+            "`tf.data.Dataset.from_tensor_slices((features, labels))"
+            ".batch(...)`, a generator by `from_generator`."
+        )
+    return dataset
 
 
 def trace_for_workers(

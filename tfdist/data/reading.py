@@ -111,7 +111,7 @@ def batches(
     files: Files, parse: Parse, batch_size: int, options: ReadOptions
 ) -> tf.data.Dataset:
     """Returns batches of one worker's share of the records."""
-    check_at_least("batch_size", batch_size, 1)
+    check_at_least("batch_size", batch_size, 1, or_none=False)
     seed = options.seed
     if seed is None:
         seed = tf.compat.v1.get_seed(None)[0]

@@ -34,6 +34,7 @@ from tfdist.estimator.building import (
     trained_element_spec,
 )
 from tfdist.estimator.chief_hooks import chief_hooks
+from tfdist.estimator.evaluation import reading
 from tfdist.estimator.evaluator import Evaluator
 from tfdist.estimator.on_workers import RemoteForward
 from tfdist.estimator.saved_models import ServingModelFn, export_saved_model
@@ -88,7 +89,7 @@ class Estimator:
         check_model_fn(model_fn)
         check_type("config", config, RunConfig)
         self._warm_start = (
-            WarmStartHook(warm_start_from) if warm_start_from else None
+            None if warm_start_from is None else WarmStartHook(warm_start_from)
         )
         self.model_fn = model_fn
         self.config = config
@@ -403,7 +404,8 @@ class Estimator:
         if element_spec is None:
             element_spec = trained_element_spec(self.model_dir)
         model, is_given = make_model(self.model_fn, element_spec, targets)
-        fill(model, path, self._warm_start)
+        with reading(path):
+            fill(model, path, self._warm_start)
         if not (path or self._warm_start or is_given):
             results.warn_of_untrained(self.model_dir)
         return model

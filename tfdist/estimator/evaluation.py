@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -28,6 +28,20 @@ _GRACE_SECS = 120.0
 
 class DamagedCheckpointError(ValueError):
     """A checkpoint that cannot be read."""
+
+
+@contextlib.contextmanager
+def reading(path: str | None) -> Iterator[None]:
+    """Raises `DamagedCheckpointError` for errors in reading a checkpoint."""
+    try:
+        yield
+    except (tf.errors.OpError, IndexError, RuntimeError) as error:
+        if not (path and storage.is_damage(error)):
+            raise
+        raise DamagedCheckpointError(
+            f"Checkpoint {path} is damaged or missing. TensorFlow reports: "
+            + str(error).partition("\n")[0]
+        ) from error
 
 
 @dataclasses.dataclass(eq=False)
@@ -156,16 +170,9 @@ class Evaluation:
             )
         begin_all(hooks)
         model = self._step.model
-        try:
+        with reading(path):
             variables = fill(model, path, self._warm_start)
             step = checkpoints.step_of(path) if path else 0
-        except (tf.errors.OpError, IndexError, RuntimeError) as error:
-            if not (path and storage.is_damage(error)):
-                raise
-            raise DamagedCheckpointError(
-                f"Checkpoint {path} is damaged or missing. TensorFlow reports: "
-                + str(error).partition("\n")[0]
-            ) from error
         global_step = tf.constant(step, tf.int64)
         session = EvaluationSession(model, variables, global_step, path)
         self._session = session

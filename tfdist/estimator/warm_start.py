@@ -13,6 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist._tf.arguments import check_type
 from tfdist._tf.private_checkpoints import Saveable
 from tfdist.checkpoint import checkpoints
 from tfdist.checkpoint import estimator_checkpoint as of_tf1
@@ -81,6 +82,8 @@ class WarmStartSettings:
     )
 
     def __post_init__(self) -> None:
+        name = "ckpt_to_initialize_from"
+        check_type(name, self.ckpt_to_initialize_from, str | os.PathLike)
         if not self.ckpt_to_initialize_from:
             raise ValueError(
                 "Argument `ckpt_to_initialize_from` must be the path of a "

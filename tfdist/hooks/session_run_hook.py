@@ -15,6 +15,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any, Protocol, TypeAlias
 
 import keras
@@ -212,7 +213,8 @@ class SecondOrStepTimer(tf.compat.v1.train.SecondOrStepTimer):
 def check_exactly_one(**arguments: float | None) -> None:
     """Raises `ValueError` unless exactly one argument is given and positive."""
     given = [value for value in arguments.values() if value is not None]
-    if len(given) != 1 or given[0] <= 0:
+    numbers = [value for value in given if isinstance(value, Real)]
+    if len(given) != 1 or any(number <= 0 for number in numbers):
         received = ", ".join(f"{k}={v}" for k, v in arguments.items())
         raise ValueError(
             f"Exactly one of `{'` and `'.join(arguments)}` must be given, "

@@ -43,7 +43,14 @@ class MultiOptimizer(keras.optimizers.Optimizer):
                 "Argument `optimizers` must have at least one "
                 f"(pattern, optimizer) pair. Received: {optimizers!r}."
             )
-        for _, part in optimizers:
+        for pattern, part in optimizers:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(
+                    f"Pattern {pattern!r} of optimizer {part!r} is not a "
+                    f"regular expression: {error}."
+                ) from error
             if getattr(part, "loss_scale_factor", None) is not None:
                 raise ValueError(
                     f"Optimizer {part.name!r} of a MultiOptimizer must have no "
@@ -54,6 +61,12 @@ class MultiOptimizer(keras.optimizers.Optimizer):
         super().__init__(learning_rate=0.0, name=name)
         self.patterns = [pattern for pattern, _ in optimizers]
         self.parts = [keras.optimizers.get(part) for _, part in optimizers]
+        if len({id(part) for part in self.parts}) < len(self.parts):
+            raise ValueError(
+                "Each pair of a MultiOptimizer needs an optimizer of its own. "
+                f"Received: {optimizers!r}. For one optimizer, join the "
+                "patterns with |."
+            )
 
     @property
     def learning_rate(self) -> Any:
