@@ -373,6 +373,25 @@ sys.exit(command.main(sys.argv[1:]))
     assert [int(secs) for secs in found] == pauses
 
 
+def test_a_worker_that_ends_too_early_is_named(tmp_path):
+    """Nobody would start it again, and its chief may wait for it."""
+    script = """
+if me.role == "chief":
+    time.sleep(1.5)
+"""
+    code = """
+import sys
+from tfdist.launch import command
+command._TERM_SECS = 0.5
+sys.exit(command.main(sys.argv[1:]))
+"""
+    flags = ("--workers=1", "--network=host")
+    got, job = run(tmp_path, script, *flags, code=code)
+    assert got == 0
+    said = "worker:0: ended with exit code 0 0.5 s ago, but the chief still"
+    assert job.output.count(said) == 1
+
+
 def test_the_job_goes_on_without_a_worker(tmp_path):
     script = """
 if me.role == "worker":

@@ -55,6 +55,12 @@ _SAVE_SECS = 60.0
 _LET_GO_SECS = 60.0
 _RESIZE_SECS = 0.5
 _PLURAL = {"worker": "workers", "ps": "ps"}  # Jobs that can be resized.
+# What the end of a task means for the chief, which goes on.
+_WITHOUT = {
+    "worker": "A chief that is still waiting for it to begin waits in vain.",
+    "evaluator": "The chief will wait for its result of the last step, for up "
+    "to RunConfig(evaluator_timeout_secs=...).",
+}
 # A task that ran this long did not fail during startup.
 _STABLE_SECS = 60.0
 
@@ -230,7 +236,19 @@ class Launcher(Supervisor):
             self._exit_code = 1
             self._stop()
         elif failed:
-            say(f"{ended}; out of restarts. The job goes on.")
+            without = _WITHOUT[task.job]
+            say(f"{ended}; out of restarts. The job goes on. {without}")
+        elif not exit_code:  # Usually, the chief ends a moment later.
+            self.loop.call_later(_TERM_SECS, self._report_early_end, task)
+
+    def _report_early_end(self, task: Task) -> None:
+        chief = self.tasks["chief:0"]
+        if task.is_over and not (chief.is_over or self._stopping):
+            say(
+                f"{task.name}: ended with exit code 0 {_TERM_SECS:g} s ago, "
+                "but the chief still runs. It is not started again. "
+                f"{_WITHOUT.get(task.job, '')}"
+            )
 
     def _needs(self, task: Task) -> bool:
         """Whether the job cannot continue without a task that keeps failing."""
