@@ -3,6 +3,7 @@ import logging
 import os
 import shutil
 import signal
+import socket
 from types import SimpleNamespace
 
 import keras
@@ -435,6 +436,39 @@ def trained(tmp_path_factory):
     path = tmp_path_factory.mktemp("trained")
     made = tfdist.Estimator(model_fn, tfdist.RunConfig(path, cluster=Cluster()))
     return made.train(endless, steps=5).train(endless, steps=7)
+
+
+@pytest.mark.parametrize("others", [("ps", "worker"), ("worker",)])
+def test_a_chief_that_is_started_after_the_others_ended(
+    tmp_path, trained, caplog, others
+):
+    """It died after training; its scheduler started it again."""
+    directory = shutil.copytree(trained.model_dir, tmp_path / "job")
+    with contextlib.ExitStack() as stack:
+        jobs = {}
+        for job in ("chief", *others):
+            port = stack.enter_context(socket.socket())
+            port.bind(("127.0.0.1", 0))
+            jobs[job] = [f"127.0.0.1:{port.getsockname()[1]}"]
+    cluster = Cluster.from_jobs(jobs, "chief", 0)
+    config = tfdist.RunConfig(
+        directory, cluster=cluster, session_creation_timeout_secs=2.0
+    )
+    made = tfdist.Estimator(model_fn, config)
+
+    def run(max_steps):
+        return tfdist.train_and_evaluate(
+            made,
+            tfdist.TrainSpec(endless, max_steps),
+            tfdist.EvalSpec(batches, exporters=tfdist.FinalExporter("last")),
+        )
+
+    with pytest.raises(TimeoutError, match=r"did not come up|worker:0"):
+        run(13)
+    metrics, (export,) = run(12)
+    assert metrics == trained.evaluate(batches)
+    assert tf.io.gfile.exists(export)
+    assert "Nothing is trained after step 12." in caplog.text
 
 
 def test_steps_add_up(trained):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import os
 import time
 from typing import Any
@@ -68,7 +69,8 @@ def train_and_evaluate(
       data ended before `max_steps`. A checkpoint exported before it was known
       to be the last is exported again.
     * A job that has already reached `max_steps` is evaluated and exported,
-      because its last process may have died before doing so.
+      because its last process may have died before doing so: if its other
+      tasks have ended, after `session_creation_timeout_secs`.
     * An empty training input is an error.
     * It writes `training_done.json`, which ends an evaluator, and `latest.json`
       in the evaluation's directory.
@@ -153,9 +155,18 @@ def _train_and_evaluate(
         # First, so that callbacks see its results.
         hooks.insert(0, _EvaluateRestored(after_save, joins))
     results.retract_end(config.model_dir)
-    estimator.train(
-        train_spec.input_fn, hooks, None, max_steps, saving_listeners=listeners
-    )
+    try:
+        estimator.train(train_spec.input_fn, hooks, None, max_steps, listeners)
+    except TimeoutError as error:
+        path = estimator.latest_checkpoint()
+        last_step = checkpoints.step_of(path) if path else -1
+        if last_step < (max_steps or math.inf):
+            raise
+        # A chief that died later than the others ended, and was started again.
+        _log.warning("Nothing is trained after step %d. %s", last_step, error)
+        if evaluator and not separate:
+            evaluator.evaluate(path)
+            evaluator.export(is_the_final_export=True)
     path = estimator.latest_checkpoint()
     assert path is not None  # Training ends with one.
     last_step = checkpoints.step_of(path)
