@@ -330,6 +330,26 @@ def test_what_a_hook_fails_with_is_not_laid_to_the_batches(tmp_path):
     assert not hasattr(raised.value, "__notes__")
 
 
+def test_evaluated_batches_without_targets_are_refused_before_any_step(
+    tmp_path,
+):
+    def unlabelled():
+        return batches().map(lambda x, y: x)
+
+    made = estimator(tmp_path)
+    with pytest.raises(ValueError, match="batches without targets") as raised:
+        tfdist.train_and_evaluate(
+            made,
+            tfdist.TrainSpec(batches, max_steps=2),
+            tfdist.EvalSpec(unlabelled, steps=1),
+        )
+    assert input_fns.described(unlabelled) in raised.value.__notes__[0]
+    assert (
+        made.latest_checkpoint() is None
+        or checkpoints.step_of(made.latest_checkpoint()) == 0
+    )
+
+
 def test_only_the_function_of_the_evaluated_batches_is_named(tmp_path):
     def narrow():
         return generated([8, 3], signature=[None, 3])

@@ -28,16 +28,18 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfdist._tf import storage
 from tfdist.checkpoint import checkpoints
-from tfdist.data.input_fns import named, without_context
+from tfdist.data.input_fns import check_batches, named, without_context
 from tfdist.estimator import results, saved_models
 from tfdist.estimator.evaluation import DamagedCheckpointError, Evaluation
 from tfdist.estimator.specs import EvalSpec, ModelFn
 from tfdist.estimator.warm_start import WarmStartHook
 from tfdist.hooks.events import event_file
+from tfdist.training.compiled_model import overrides
 
 _log = logging.getLogger(__name__)
 
@@ -87,7 +89,7 @@ class Evaluator:
         is not used with hooks; if it returns none, they are computed here.
         """
         dataset = without_context(self.spec.input_fn)()
-        self.check_ends(dataset)
+        self._check_ends(dataset)
         if self.spec.steps is not None:
             dataset = dataset.take(self.spec.steps)
         identity = results.identity_of(path) if path else None
@@ -123,11 +125,17 @@ class Evaluator:
         nothing = {"exports": [None] * len(names), "final": False}
         self.result.update(nothing, exporters=names)
 
-    def check_ends(self, dataset: tf.data.Dataset | None = None) -> None:
-        """Raises `ValueError` if an evaluation would never end."""
+    def check_input(self, model: keras.Model) -> None:
+        """Raises `ValueError` if an evaluation would fail or never end."""
+        dataset = without_context(self.spec.input_fn)()
+        self._check_ends(dataset)
+        has_loss = not overrides(model, "test_step")
+        with named(self.spec.input_fn):
+            check_batches(model, dataset.element_spec, targets=has_loss)
+
+    def _check_ends(self, dataset: tf.data.Dataset) -> None:
         if self.spec.steps is not None or self.spec.hooks:  # A hook may stop.
             return
-        dataset = dataset or without_context(self.spec.input_fn)()
         if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
             raise ValueError(
                 "The `input_fn` of the evaluation whose results go to "
@@ -183,7 +191,7 @@ class Evaluator:
         if tf.io.gfile.exists(failure):
             tf.io.gfile.remove(failure)  # This process replaces the failed one.
         try:
-            self.check_ends()
+            self._check_ends(without_context(self.spec.input_fn)())
             self.begin()
             self._resume()
             self._follow(max_steps, patience_secs)

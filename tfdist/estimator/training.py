@@ -144,16 +144,11 @@ def _train_and_evaluate(
     hooks, listeners = [*train_spec.hooks], [*train_spec.saving_listeners]
     if evaluator and not separate:
         evaluator.begin()
-        # Creating a dataset may run TensorFlow ops, which is not allowed before
-        # the processes of an all-reduce job are connected.
-        joins = config.strategy_name == "multi_worker_mirrored"
-        if not joins:
-            evaluator.check_ends()
         has_workers = config.strategy_name == "ps"
         after_save = _EvaluateAfterSave(evaluator, max_steps, has_workers)
         listeners.append(after_save)
         # First, so that callbacks see its results.
-        hooks.insert(0, _EvaluateRestored(after_save, joins))
+        hooks.insert(0, _EvaluateRestored(after_save))
     results.retract_end(config.model_dir)
     try:
         estimator.train(train_spec.input_fn, hooks, None, max_steps, listeners)
@@ -233,16 +228,17 @@ class _EvaluateAfterSave(CheckpointSaverListener):
 class _EvaluateRestored(SessionRunHook):
     """Evaluates a restored checkpoint whose evaluation a failure interrupted.
 
-    With `checks_end`, it first refuses an evaluation that would never end.
+    Before, it refuses input of which an evaluation would fail or never end.
     """
 
     after_save: _EvaluateAfterSave
-    checks_end: bool
+    is_checked = False
 
     def after_create_session(self, session: Session, coord: Any) -> None:
         after_save, path = self.after_save, session.restored_from
-        if self.checks_end:
-            after_save.evaluator.check_ends()
+        if not self.is_checked:  # Else, the session was created again.
+            after_save.evaluator.check_input(session.model)
+            self.is_checked = True
         saver = saver_of(session.checkpoint_dir, session.hooks)
         # A checkpoint saved on SIGTERM or before a restart is not evaluated.
         on_time = saver and session.step % (saver.save_steps or 1) == 0
