@@ -10,6 +10,7 @@ from tests.cluster.test_servers import free_addresses
 from tests.cluster.test_size import ask_for
 from tfdist._tf.waiting import wait_for
 from tfdist.cluster import meeting, probing
+from tfdist.cluster.peers import Peers
 from tfdist.cluster.size import ClusterSize
 from tfdist.cluster.spec import Cluster
 
@@ -190,3 +191,11 @@ def test_one_that_is_not_wanted_waits(tmp_path, rendezvous):
         for group in pool.map(rendezvous, tasks[:3]):
             assert group.num_workers == 3
         assert isinstance(waits.exception(60.0), TimeoutError)
+
+
+def test_an_error_that_is_no_text_can_be_told():
+    """A file's name may have any bytes; TensorFlow sends UTF-8."""
+    peers = Peers.__new__(Peers)
+    peers.name = "worker:1"
+    reason = peers._reason(FileNotFoundError("x\udcff.csv"))
+    assert reason == r"worker:1 has failed: FileNotFoundError: x\udcff.csv"

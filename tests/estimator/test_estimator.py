@@ -15,7 +15,7 @@ from small_models import batches, examples, logistic
 import tfdist
 from tfdist.checkpoint import checkpoints
 from tfdist.cluster.spec import Cluster
-from tfdist.estimator import building
+from tfdist.estimator import building, results
 from tfdist.hooks.events import read_scalars
 
 
@@ -235,6 +235,27 @@ def test_summaries_elsewhere(tmp_path):
     events = {path.parent for path in tmp_path.rglob("*tfevents*")}
     assert events == {tmp_path / "logs", tmp_path / "logs" / "eval"}
     assert (tmp_path / "job" / "model.ckpt-4.index").exists()
+
+
+@pytest.mark.parametrize(
+    ("epochs", "every", "evaluated"), [(2, 10, [10]), (3, 7, [7, 14, 15])]
+)
+def test_each_evaluation_is_in_the_history_once(
+    tmp_path, epochs, every, evaluated
+):
+    data = np.ones([40, 4], "float32"), np.ones([40, 1], "float32")
+    _, history = tfdist.fit(
+        model_fn,
+        data,
+        validation_data=data,
+        epochs=epochs,
+        batch_size=8,
+        model_dir=tmp_path,
+        save_checkpoints_steps=every,
+    )
+    scalars = read_scalars(str(tmp_path / "eval"))
+    expected = [scalars[step]["loss"] for step in evaluated]
+    assert history.history["val_loss"] == pytest.approx(expected)
 
 
 def test_fit_goes_on_in_the_order_of_its_arrays(tmp_path, monkeypatch):
@@ -469,6 +490,31 @@ def test_a_chief_that_is_started_after_the_others_ended(
     assert metrics == trained.evaluate(batches)
     assert tf.io.gfile.exists(export)
     assert "Nothing is trained after step 12." in caplog.text
+
+
+def test_a_damaged_checkpoint_is_named(trained, tmp_path):
+    directory = shutil.copytree(trained.model_dir, tmp_path / "job")
+    made = tfdist.Estimator(model_fn, tfdist.RunConfig(directory))
+    path = made.latest_checkpoint()
+    with open(f"{path}.index", "wb") as file:
+        file.write(b"damaged")
+    other = tfdist.RunConfig(tmp_path / "other", cluster=Cluster())
+    warm = tfdist.Estimator(model_fn, other, warm_start_from=path)
+    for call in (
+        lambda: next(made.predict(batches)),
+        lambda: made.restored_model(path),
+        lambda: warm.train(batches, steps=1),
+    ):
+        with pytest.raises(ValueError, match=rf"{path} is damaged or missing"):
+            call()
+
+
+def test_a_damaged_result_is_named(trained, tmp_path):
+    directory = shutil.copytree(trained.model_dir, tmp_path / "job")
+    path = directory / "training_done.json"
+    path.write_text("{")
+    with pytest.raises(ValueError, match=f"File {path} is damaged: .* Delete"):
+        results.read_json(str(path))
 
 
 def test_steps_add_up(trained):

@@ -18,9 +18,9 @@ from tfdist.checkpoint.checkpoints import (
     step_of,
 )
 from tfdist.estimator import evaluation, results
-from tfdist.estimator.evaluation import DamagedCheckpointError
 from tfdist.estimator.evaluator import Evaluator
 from tfdist.estimator.exporters import Exporter, FinalExporter
+from tfdist.estimator.results import DamagedCheckpointError
 from tfdist.hooks import basic
 from tfdist.hooks.events import read_scalars
 from tfdist.hooks.session_run_hook import SessionRunArgs, SessionRunHook

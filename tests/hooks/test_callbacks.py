@@ -553,6 +553,17 @@ def test_what_was_not_evaluated_is_not_kept(tmp_path, caplog):
     assert "ModelCheckpoint skips epoch 1" in caplog.text
 
 
+def test_a_callback_that_sets_the_number_of_updates():
+    """Steps would go on with the numbers from before."""
+
+    class Restarts(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            self.model.optimizer.iterations.assign(0)
+
+    with pytest.raises(ValueError, match="`iterations` of an optimizer"):
+        train([KerasCallbackHook([Restarts()], STEPS)], 99)
+
+
 def test_what_a_callback_sets_last_is_saved_evaluated_and_exported(tmp_path):
     """The callback sets it at `max_steps`, after saving and evaluating."""
 

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from types import UnionType
 from typing import Any
 
+_COUNTED = ("steps", "max", "workers", "staleness", "ahead")
+
 
 def check_positive(
     argument: str, value: Any, kind: type[Any] = numbers.Integral
@@ -36,7 +38,7 @@ def check_at_least(
 ) -> None:
     """Raises an error unless `value` is a number, at least `least`, or None.
 
-    It must be an integer if `least` is 1 or more or the name ends in "steps".
+    It must be an integer if `least` is 1 or more or the name is one of a count.
 
     >>> check_at_least("steps", 0, 1)
     Traceback (most recent call last):
@@ -45,7 +47,7 @@ def check_at_least(
     if value is None and or_none:
         return
     received = f"Received: {argument}={value!r}."
-    counts = least >= 1 or argument.endswith("steps")
+    counts = least >= 1 or argument.endswith(_COUNTED)
     kind = numbers.Integral if counts else numbers.Real
     if isinstance(value, bool) or not isinstance(value, kind):
         wanted = "an integer" if counts else "a number"

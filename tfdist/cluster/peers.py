@@ -123,7 +123,8 @@ class Peers:
         kind, message = type(error).__name__, str(error)
         if isinstance(error, tf.errors.OpError):
             message = summarize_error(error)
-        return f"{self.name} has failed: {kind}: {message}"
+        reason = f"{self.name} has failed: {kind}: {message}"
+        return reason.encode(errors="backslashreplace").decode()
 
     @contextlib.contextmanager
     def failing_together(self) -> Iterator[None]:

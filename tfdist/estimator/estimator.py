@@ -8,6 +8,7 @@ variables from a checkpoint: all state is in the directory.
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -34,7 +35,6 @@ from tfdist.estimator.building import (
     trained_element_spec,
 )
 from tfdist.estimator.chief_hooks import chief_hooks
-from tfdist.estimator.evaluation import reading
 from tfdist.estimator.evaluator import Evaluator
 from tfdist.estimator.on_workers import RemoteForward
 from tfdist.estimator.saved_models import ServingModelFn, export_saved_model
@@ -172,18 +172,27 @@ class Estimator:
         if config.cluster.is_chief:
             own += chief_hooks(config, input_fn, max_steps, listeners, hooks)
         local = self._local_strategy()
-        session = MonitoredTrainingSession(
-            lambda strategy: build(self.model_fn, config, strategy, input_fn),
-            checkpoint_dir=self.model_dir,
-            hooks=[*own, *hooks],
-            save_checkpoint_secs=None,
-            save_summaries_secs=None,
-            log_step_count_steps=None,
-            max_wait_secs=config.session_creation_timeout_secs,
-            check_numerics=config.check_numerics,
-            cluster=config.cluster,
-            strategy=local,
-        )
+        try:
+            session = MonitoredTrainingSession(
+                lambda scope: build(self.model_fn, config, scope, input_fn),
+                checkpoint_dir=self.model_dir,
+                hooks=[*own, *hooks],
+                save_checkpoint_secs=None,
+                save_summaries_secs=None,
+                log_step_count_steps=None,
+                max_wait_secs=config.session_creation_timeout_secs,
+                check_numerics=config.check_numerics,
+                cluster=config.cluster,
+                strategy=local,
+            )
+        except TimeoutError as error:
+            path = self.latest_checkpoint()
+            step = checkpoints.step_of(path) if path else -1
+            if step < (max_steps or math.inf):
+                raise
+            # This process died after the others had ended, and was restarted.
+            _log.warning("Nothing is trained after step %d. %s", step, error)
+            return self
         with input_fns.named(input_fn), session:
             first_step, again = session.step, False
             results.warn_if_lost(self.model_dir, first_step, self._trained_to)
@@ -404,7 +413,7 @@ class Estimator:
         if element_spec is None:
             element_spec = trained_element_spec(self.model_dir)
         model, is_given = make_model(self.model_fn, element_spec, targets)
-        with reading(path):
+        with results.reading(path):
             fill(model, path, self._warm_start)
         if not (path or self._warm_start or is_given):
             results.warn_of_untrained(self.model_dir)

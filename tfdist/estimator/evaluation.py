@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfdist._tf import storage
 from tfdist._tf.private_checkpoints import Saveable
 from tfdist._tf.tracing import traced
 from tfdist.checkpoint import checkpoints
 from tfdist.data.input_fns import without_context
+from tfdist.estimator import results
 from tfdist.estimator.building import fill, make_model
 from tfdist.estimator.specs import EvalSpec, ModelFn
 from tfdist.estimator.warm_start import WarmStartHook
@@ -24,24 +24,6 @@ from tfdist.training.keras_step import KerasStep
 from tfdist.training.step import ModelStep
 
 _GRACE_SECS = 120.0
-
-
-class DamagedCheckpointError(ValueError):
-    """A checkpoint that cannot be read."""
-
-
-@contextlib.contextmanager
-def reading(path: str | None) -> Iterator[None]:
-    """Raises `DamagedCheckpointError` for errors in reading a checkpoint."""
-    try:
-        yield
-    except (tf.errors.OpError, IndexError, RuntimeError) as error:
-        if not (path and storage.is_damage(error)):
-            raise
-        raise DamagedCheckpointError(
-            f"Checkpoint {path} is damaged or missing. TensorFlow reports: "
-            + str(error).partition("\n")[0]
-        ) from error
 
 
 @dataclasses.dataclass(eq=False)
@@ -170,7 +152,7 @@ class Evaluation:
             )
         begin_all(hooks)
         model = self._step.model
-        with reading(path):
+        with results.reading(path):
             variables = fill(model, path, self._warm_start)
             step = checkpoints.step_of(path) if path else 0
         global_step = tf.constant(step, tf.int64)

@@ -35,7 +35,8 @@ from tfdist._tf import storage
 from tfdist.checkpoint import checkpoints
 from tfdist.data.input_fns import check_batches, named, without_context
 from tfdist.estimator import results, saved_models
-from tfdist.estimator.evaluation import DamagedCheckpointError, Evaluation
+from tfdist.estimator.evaluation import Evaluation
+from tfdist.estimator.results import DamagedCheckpointError
 from tfdist.estimator.specs import EvalSpec, ModelFn
 from tfdist.estimator.warm_start import WarmStartHook
 from tfdist.hooks.events import event_file

@@ -200,11 +200,12 @@ def fit(
         train_spec = TrainSpec(endless, epochs * steps, (*(hooks or ()), hook))
         results, _ = train_and_evaluate(estimator, train_spec, eval_spec)
         model = estimator.restored_model()
-    for name, value in (results or {}).items():
+    results = {**(results or {})}
+    step = results.pop("global_step", -1)
+    for name, value in results.items():
         # A callback stopped training mid-epoch; it was evaluated afterwards.
-        found = history.history.get(f"val_{name}", [])
-        if name != "global_step" and len(found) == len(history.epoch) - 1:
-            history.history[f"val_{name}"] = [*found, value]
+        if step > hook.evaluated_step:
+            history.history.setdefault(f"val_{name}", []).append(value)
     history.set_model(model)
     return model, history
 

@@ -6,12 +6,13 @@ of the last checkpoint.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -157,7 +158,30 @@ def write_json(path: str, value: object) -> None:
 def read_json(path: str) -> dict[str, Any] | None:
     """Reads what `write_json` wrote; None if there is no file."""
     text = storage.read_text(path)
-    return None if text is None else json.loads(text)
+    try:
+        return None if text is None else json.loads(text)
+    except ValueError as error:
+        raise ValueError(
+            f"File {path} is damaged: {error}. Delete it to go on without it."
+        ) from error
+
+
+class DamagedCheckpointError(ValueError):
+    """A checkpoint that cannot be read."""
+
+
+@contextlib.contextmanager
+def reading(path: str | None) -> Iterator[None]:
+    """Raises `DamagedCheckpointError` for errors in reading a checkpoint."""
+    try:
+        yield
+    except (tf.errors.OpError, IndexError, RuntimeError) as error:
+        if not (path and storage.is_damage(error)):
+            raise
+        raise DamagedCheckpointError(
+            f"Checkpoint {path} is damaged or missing. TensorFlow reports: "
+            + str(error).partition("\n")[0]
+        ) from error
 
 
 def identity_of(path: str) -> list[str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import os
 import time
 from typing import Any
@@ -150,20 +149,12 @@ def _train_and_evaluate(
         # First, so that callbacks see its results.
         hooks.insert(0, _EvaluateRestored(after_save))
     results.retract_end(config.model_dir)
-    try:
-        estimator.train(train_spec.input_fn, hooks, None, max_steps, listeners)
-    except TimeoutError as error:
-        path = estimator.latest_checkpoint()
-        last_step = checkpoints.step_of(path) if path else -1
-        if last_step < (max_steps or math.inf):
-            raise
-        # A chief that died later than the others ended, and was started again.
-        _log.warning("Nothing is trained after step %d. %s", last_step, error)
-        if evaluator and not separate:
-            evaluator.evaluate(path)
-            evaluator.export(is_the_final_export=True)
+    estimator.train(train_spec.input_fn, hooks, None, max_steps, listeners)
     path = estimator.latest_checkpoint()
     assert path is not None  # Training ends with one.
+    if evaluator and not (separate or evaluator.result):
+        evaluator.evaluate(path)
+        evaluator.export(is_the_final_export=True)
     last_step = checkpoints.step_of(path)
     results.announce_end(config.model_dir, last_step)
     if evaluator and separate:

@@ -21,6 +21,7 @@ from tfdist.checkpoint.names import name_of
 from tfdist.embeddings.filling import fill
 from tfdist.embeddings.growing import Growing, growing_of
 from tfdist.embeddings.layer import logical_path
+from tfdist.estimator import results
 from tfdist.hooks.session_run_hook import Session, SessionRunHook
 from tfdist.training import optimizers
 from tfdist.training.layout import is_seed
@@ -226,7 +227,8 @@ class _Checkpoint:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        keys = {key for key, _ in tf.train.list_variables(path)}
+        with results.reading(path):
+            keys = {key for key, _ in tf.train.list_variables(path)}
         names = {*map(name_of, keys)} - {""}
         self._is_of_tf1 = not names
         self.names = names or keys

@@ -34,6 +34,7 @@ from tfdist.hooks.session_run_hook import (
     SessionRunHook,
     warn_of_single_steps,
 )
+from tfdist.training.counters import refuse_counters
 from tfdist.training.loop import Logs
 
 _log = logging.getLogger(__name__)
@@ -173,7 +174,7 @@ class KerasCallbackHook(SessionRunHook):
         self._begun_epoch = self._ended_epoch = -1
         # Scalars that callbacks set at the end of an epoch; None for tensors.
         self._set: dict[int, dict[str, float | None]] = {}
-        self._evaluated_step = -1
+        self.evaluated_step = -1  # The newest one reported.
         self._logs: dict[str, float] = {}  # Of the last completed epoch.
         self._so_far = None
 
@@ -287,7 +288,7 @@ class KerasCallbackHook(SessionRunHook):
         """
         results = self._evaluations.read() if self._evaluations else {}
         newest = max((s for s in results if s <= self._step), default=-1)
-        new = results[newest] if newest > self._evaluated_step else {}
+        new = results[newest] if newest > self.evaluated_step else {}
         return newest, new, dict(self._so_far or {})
 
     def _end_epoch(self, session: Session) -> None:
@@ -300,11 +301,13 @@ class KerasCallbackHook(SessionRunHook):
         self._ended_epoch = epoch
         with self._metrics(), assigned() as given:
             if results:
-                self._evaluated_step = evaluated
+                self.evaluated_step = evaluated
                 self._logs |= {f"val_{k}": v for k, v in results.items()}
                 self._call("on_test_begin", {})
                 self._call("on_test_end", results)
             self._call_at_end(epoch, evaluated)
+        assert session.model is not None
+        refuse_counters(session.model.optimizer, given)
         held = _held(session.model)
         paths = {v.path for v in given if v.path in held and held[v.path] is v}
         for path in paths:

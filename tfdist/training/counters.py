@@ -104,6 +104,22 @@ class Counters:
                 counter.assign_add(one[0])
 
 
+def refuse_counters(
+    optimizer: Optimizer, assigned: Sequence[keras.Variable]
+) -> None:
+    """Raises `ValueError` if counters of an optimizer have been assigned."""
+    every = [optimizer, *optimizers.parts(optimizer)]
+    counters = {id(private_keras.counter(each)) for each in every}
+    if any(id(variable) in counters for variable in assigned):
+        raise ValueError(
+            "A callback has assigned the `iterations` of an optimizer, but "
+            "steps take their number from the job's global step, so learning "
+            "rates and bias corrections would not follow. Assign the "
+            "`learning_rate`, or use a schedule that begins again by itself, "
+            "such as CosineDecayRestarts."
+        )
+
+
 def step_seeds(
     generators: Sequence[keras.Variable], *numbers: tf.Tensor
 ) -> list[tf.Tensor]:
