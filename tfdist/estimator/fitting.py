@@ -101,7 +101,7 @@ def fit(
         batch_size: Batch size for arrays. Default: 32.
         shuffle: Whether to reorder arrays, and the batches of a `PyDataset`, in
             each epoch.
-        validation_steps: Batches per evaluation. Default: all.
+        validation_steps: Batches per evaluation, at most. Default: all.
         hooks: As for `TrainSpec`.
         model_dir: See `RunConfig`. Default: a temporary directory, which is
             removed; required on a cluster.
@@ -207,6 +207,7 @@ def fit(
         if step > hook.evaluated_step:
             history.history.setdefault(f"val_{name}", []).append(value)
     history.set_model(model)
+    model.history = history  # As `fit` of Keras leaves it.
     return model, history
 
 
