@@ -85,8 +85,10 @@ class KerasCallbackHook(SessionRunHook):
       run on the chief only, and therefore must not set variables.
     * After a recovery the steps since the last checkpoint run again, but no
       epoch is reported twice. After a restart of the process, callbacks start
-      over at the current epoch, whose logs cover only the steps since then. An
-      epoch interrupted during its last evaluation is never reported as ended.
+      over at the current epoch, whose logs cover only the steps since then: a
+      `LearningRateScheduler` that multiplies the current rate does so again;
+      compute the rate from the epoch. An epoch interrupted during its last
+      evaluation is never reported as ended.
     * The checkpoint at the end of an epoch is rewritten if a callback then sets
       a saved variable. Changes after a batch are in the next checkpoint, and
       evaluations use checkpoints. If an epoch runs again, learning rates set at
