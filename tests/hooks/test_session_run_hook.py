@@ -4,6 +4,7 @@ import itertools
 import time
 from pathlib import Path
 
+import keras
 import pytest
 import tensorflow as tf
 from hypothesis import given
@@ -13,6 +14,7 @@ import tfdist
 from tfdist.hooks.session_run_hook import (
     SecondOrStepTimer,
     SessionRunHook,
+    begin_all,
     wants_every_step,
 )
 
@@ -153,6 +155,12 @@ def test_a_clock_that_is_set_changes_no_seconds(monkeypatch, by):
 def test_bad_timer(kwargs, message):
     with pytest.raises((ValueError, TypeError), match=message):
         SecondOrStepTimer(**kwargs)
+
+
+@pytest.mark.parametrize("wrong", [keras.callbacks.History(), TF1Hook, 1])
+def test_what_is_no_hook(wrong):
+    with pytest.raises(TypeError, match="Hooks must be tfdist.SessionRun"):
+        begin_all([wrong])
 
 
 # --- Which hooks are called after every step ---------------------------------

@@ -225,8 +225,13 @@ def check_exactly_one(**arguments: float | None) -> None:
 
 
 def check_hooks(hooks: Iterable[Any]) -> None:
-    """Raises `TypeError` for TensorFlow's own hooks that need a graph."""
+    """Raises `TypeError` for no hooks, and TensorFlow's that need a graph."""
     for hook in hooks:
+        if isinstance(hook, type) or not hasattr(hook, "begin"):
+            raise TypeError(
+                "Hooks must be tfdist.SessionRunHook objects. Received: "
+                f"{hook!r}. Put a Keras callback into a KerasCallbackHook."
+            )
         if type(hook) in _OF_A_GRAPH:
             name = type(hook).__name__
             raise TypeError(
