@@ -72,9 +72,10 @@ class KerasCallbackHook(SessionRunHook):
       began, for metrics that do not add up, a custom `train_step`, and a
       `ModelCheckpoint` that saves by batches). They make each step a separate
       dispatch, with a warning. The model's metrics are of the epoch so far,
-      even if the model was evaluated meanwhile. On parameter servers, a stop
-      that one requests comes after the steps already handed out, at most at
-      the end of the epoch.
+      even if the model was evaluated meanwhile. On parameter servers, later
+      steps are under way: what a batch callback reads or sets is the state
+      after some of them, and a stop comes after those handed out already, at
+      most at the end of the epoch. With `backup_workers=0` none is under way.
     * `val_` metrics come from the newest evaluation in `eval_dir`, in the first
       epoch that ends after it, with `on_test_begin` and `on_test_end`; epochs
       without a new evaluation have none. Callbacks that keep the best weights
