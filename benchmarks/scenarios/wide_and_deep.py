@@ -24,7 +24,7 @@ def run(bench: Bench) -> Iterator[Result]:
         "chief is one of the training tasks; in the others, the chief "
         "coordinates two workers. Training computes no metrics but the loss. "
         "AUC is measured on held-out examples after the same number of steps. "
-        "Of one process, which begins with single steps, the last are measured. "
+        "One process begins with single steps: its last ones are measured. "
         "Each round has a different seed.",
     )
     for rows in (1_000,) if bench.quick else (100_000, 1_000_000):
