@@ -225,13 +225,8 @@ def check_exactly_one(**arguments: float | None) -> None:
 
 
 def check_hooks(hooks: Iterable[Any]) -> None:
-    """Raises `TypeError` for no hooks, and TensorFlow's that need a graph."""
+    """Raises `TypeError` for TensorFlow's own hooks that need a graph."""
     for hook in hooks:
-        if isinstance(hook, type) or not hasattr(hook, "begin"):
-            raise TypeError(
-                "Hooks must be tfdist.SessionRunHook objects. Received: "
-                f"{hook!r}. Put a Keras callback into a KerasCallbackHook."
-            )
         if type(hook) in _OF_A_GRAPH:
             name = type(hook).__name__
             raise TypeError(
@@ -242,8 +237,14 @@ def check_hooks(hooks: Iterable[Any]) -> None:
 
 
 def begin_all(hooks: Sequence[Hook]) -> None:
-    """Checks the hooks with `check_hooks`, then calls their `begin`."""
+    """Checks the hooks, also with `check_hooks`; then calls their `begin`."""
     check_hooks(hooks)
+    for hook in hooks:
+        if isinstance(hook, type) or not hasattr(hook, "begin"):
+            raise TypeError(
+                "Hooks must be tfdist.SessionRunHook objects. Received: "
+                f"{hook!r}. Put a Keras callback into a KerasCallbackHook."
+            )
     for hook in hooks:
         hook.begin()
 
