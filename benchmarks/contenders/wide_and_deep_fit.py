@@ -32,9 +32,7 @@ def main() -> None:
 
     optimizer = keras.optimizers.Adagrad(clicks.DEEP_RATE)
     model = clicks.keras_model(keras, case["rows"], table, optimizer)
-    model.compile(
-        optimizer, "binary_crossentropy", steps_per_execution=_EXECUTION
-    )
+    model.steps_per_execution = _EXECUTION
     data = clicks.train(case["data"])
     model.fit(data, steps_per_epoch=case["warm"], verbose=0)
     before = counters.usage()

@@ -3,7 +3,6 @@ import logging
 import os
 import shutil
 import signal
-import socket
 from types import SimpleNamespace
 
 import keras
@@ -13,6 +12,7 @@ import tensorflow as tf
 from small_models import batches, examples, logistic
 
 import tfdist
+from tests.cluster.test_servers import free_addresses
 from tfdist.checkpoint import checkpoints
 from tfdist.cluster.spec import Cluster
 from tfdist.estimator import building, results
@@ -465,12 +465,9 @@ def test_a_chief_that_is_started_after_the_others_ended(
 ):
     """It died after training; its scheduler started it again."""
     directory = shutil.copytree(trained.model_dir, tmp_path / "job")
-    with contextlib.ExitStack() as stack:
-        jobs = {}
-        for job in ("chief", *others):
-            port = stack.enter_context(socket.socket())
-            port.bind(("127.0.0.1", 0))
-            jobs[job] = [f"127.0.0.1:{port.getsockname()[1]}"]
+    jobs = ("chief", *others)
+    addresses = [[address] for address in free_addresses(len(jobs))]
+    jobs = dict(zip(jobs, addresses, strict=True))
     cluster = Cluster.from_jobs(jobs, "chief", 0)
     config = tfdist.RunConfig(
         directory, cluster=cluster, session_creation_timeout_secs=2.0

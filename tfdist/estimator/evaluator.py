@@ -75,6 +75,7 @@ class Evaluator:
         self.eval_dir = results.eval_dir(model_dir, spec.name)
         self._result_path = os.path.join(self.eval_dir, results.RESULT_FILE)
         self._summaries = results.eval_dir(summary_dir or model_dir, spec.name)
+        self._element_spec: Any = None  # Until the dataset has been created.
         self.evaluated: str | None = None
         self.result: dict[str, Any] = {}
         self._damaged: set[str] = set()
@@ -89,8 +90,8 @@ class Evaluator:
         `elsewhere` computes the metrics without loading the checkpoint here. It
         is not used with hooks; if it returns none, they are computed here.
         """
-        dataset = without_context(self.spec.input_fn)()
-        self._check_ends(dataset)
+        dataset = self._dataset()
+        self.check_ends(dataset)
         if self.spec.steps is not None:
             dataset = dataset.take(self.spec.steps)
         identity = results.identity_of(path) if path else None
@@ -128,15 +129,22 @@ class Evaluator:
 
     def check_input(self, model: keras.Model) -> None:
         """Raises `ValueError` if an evaluation would fail or never end."""
-        dataset = without_context(self.spec.input_fn)()
-        self._check_ends(dataset)
+        if self._element_spec is None:
+            self.check_ends(self._dataset())
         has_loss = not overrides(model, "test_step")
         with named(self.spec.input_fn):
-            check_batches(model, dataset.element_spec, targets=has_loss)
+            check_batches(model, self._element_spec, targets=has_loss)
 
-    def _check_ends(self, dataset: tf.data.Dataset) -> None:
+    def _dataset(self) -> tf.data.Dataset:
+        dataset = without_context(self.spec.input_fn)()
+        self._element_spec = dataset.element_spec
+        return dataset
+
+    def check_ends(self, dataset: tf.data.Dataset | None = None) -> None:
+        """Raises `ValueError` if an evaluation would never end."""
         if self.spec.steps is not None or self.spec.hooks:  # A hook may stop.
             return
+        dataset = dataset or self._dataset()
         if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
             raise ValueError(
                 "The `input_fn` of the evaluation whose results go to "
@@ -192,7 +200,7 @@ class Evaluator:
         if tf.io.gfile.exists(failure):
             tf.io.gfile.remove(failure)  # This process replaces the failed one.
         try:
-            self._check_ends(without_context(self.spec.input_fn)())
+            self.check_ends()
             self.begin()
             self._resume()
             self._follow(max_steps, patience_secs)

@@ -143,6 +143,10 @@ def _train_and_evaluate(
     hooks, listeners = [*train_spec.hooks], [*train_spec.saving_listeners]
     if evaluator and not separate:
         evaluator.begin()
+        # Creating a dataset may run TensorFlow ops, which is not allowed before
+        # the processes of an all-reduce job are connected.
+        if config.strategy_name != "multi_worker_mirrored":
+            evaluator.check_ends()
         has_workers = config.strategy_name == "ps"
         after_save = _EvaluateAfterSave(evaluator, max_steps, has_workers)
         listeners.append(after_save)
@@ -223,13 +227,10 @@ class _EvaluateRestored(SessionRunHook):
     """
 
     after_save: _EvaluateAfterSave
-    is_checked = False
 
     def after_create_session(self, session: Session, coord: Any) -> None:
         after_save, path = self.after_save, session.restored_from
-        if not self.is_checked:  # Else, the session was created again.
-            after_save.evaluator.check_input(session.model)
-            self.is_checked = True
+        after_save.evaluator.check_input(session.model)
         saver = saver_of(session.checkpoint_dir, session.hooks)
         # A checkpoint saved on SIGTERM or before a restart is not evaluated.
         on_time = saver and session.step % (saver.save_steps or 1) == 0

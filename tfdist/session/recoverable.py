@@ -239,7 +239,8 @@ class RecoverableSession:
         users = not lost and self._failures.is_user_error(error, step)
         summary = summarize_error(error)
         if action is RecoveryAction.RAISE or users:
-            if not str(error).startswith(summary):  # Some are pages long.
+            # Some are pages long.
+            if summary not in str(error).partition("\n")[0]:
                 error.add_note(summary)
             raise error
         self._sigterm.leave()
