@@ -37,6 +37,8 @@ def model_fn(args):
     cluster = tfdist.Cluster.from_env()
     name = f"{cluster.task_type}:{cluster.task_index}"
     if name == args.fails:
+        if args.by_error:  # One that a lost process would raise, too.
+            raise tf.errors.UnavailableError(None, None, "503 of a storage")
         tf.io.read_file("no_vocabulary.txt")
     ours, other = (16, 0.01, 0.9), (17, 0.02, 0.8)
     units, rate, beta_1 = other if name == args.stranger else ours

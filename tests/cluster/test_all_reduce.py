@@ -189,6 +189,12 @@ def test_an_error_in_one_ends_all(tmp_path, task):
             assert re.search(reason, job.output(name), re.MULTILINE)
 
 
+def test_a_leader_names_the_error_of_one_that_starts_again(tmp_path):
+    with start(tmp_path / "model", "--fails=worker:1", "--by_error") as job:
+        reason = r"worker:1 has failed: UnavailableError: 503 of a storage"
+        job.wait_for_line("chief:0", f"Failed at step 0: {reason}")
+
+
 def test_a_leader_that_exits_ends_all(tmp_path):
     with start(tmp_path / "model", "--exits=chief:0") as job:
         wait_until_gone(job, TASKS, timeout_secs=60)

@@ -131,7 +131,8 @@ class Peers:
         """Ends all processes if one meets an error of the program in here."""
         try:
             yield
-        except LOST_PEER:
+        except LOST_PEER as error:
+            self.tell_error(error)  # It may be of the program, after all.
             raise
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             self.fail(error)
@@ -179,7 +180,10 @@ class Peers:
             elif answer.state is TaskState.LIVE:
                 seen = time.monotonic()
             if time.monotonic() - seen > secs:
-                raise tf.errors.UnavailableError(None, None, f"{name}: {what}")
+                reason = f"{name}: {what}"
+                with contextlib.suppress(tf.errors.OpError):
+                    reason = self._read(f"error/{name}") or reason
+                raise tf.errors.UnavailableError(None, None, reason)
 
         return look
 
