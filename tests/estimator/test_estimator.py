@@ -436,7 +436,7 @@ def test_seed_makes_the_weights(tmp_path):
     weights = []
     for run in ("a", "b"):
         config = tfdist.RunConfig(
-            tmp_path / run, cluster=Cluster(), tf_random_seed=3
+            tmp_path / run, cluster=Cluster(), tf_random_seed=np.int64(3)
         )
         tfdist.Estimator(unseeded, config).train(endless, max_steps=1)
         saved = tf.train.load_checkpoint(str(tmp_path / run / "model.ckpt-1"))

@@ -115,6 +115,7 @@ def test_replace():
         ({"log_step_count_steps": True}, TypeError),
         ({"save_checkpoints_steps": 1e3}, TypeError),
         ({"tf_random_seed": "1"}, TypeError),
+        ({"tf_random_seed": -1}, ValueError),
         ({"audit_input": "yes"}, TypeError),
         ({"train_distribute": "a strategy"}, ValueError),
         ({"experimental_distribute": "both"}, ValueError),

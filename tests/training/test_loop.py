@@ -97,6 +97,13 @@ def test_bad_steps_per_dispatch(steps_per_dispatch):
         local_loop(logistic(), batches().repeat(), steps_per_dispatch)
 
 
+def test_bad_steps_per_execution():
+    model = logistic()
+    model.compile("sgd", "mse", steps_per_execution="auto")
+    with pytest.raises(TypeError, match="`steps_per_execution` must be an int"):
+        local_loop(model, batches().repeat())
+
+
 @pytest.mark.parametrize("num_variables", [0, 1, 50, 51, 500, 10_000])
 @pytest.mark.parametrize(("num_workers", "times"), [(1, 1), (15, 1), (90, 11)])
 def test_automatic_steps_per_dispatch(num_variables, num_workers, times):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import UnionType
 from typing import Any
 
-_COUNTED = ("steps", "max", "workers", "staleness", "ahead")
+_COUNTED = ("seed", "steps", "max", "workers", "staleness", "ahead")
 
 
 def check_positive(

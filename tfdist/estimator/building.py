@@ -147,10 +147,12 @@ def fill(
 
 def seed_initializers(config: RunConfig) -> None:
     """Seeds the random generators that the initializers use."""
-    seed = config.tf_random_seed
-    if seed is not None and config.cluster.role == "local":
+    if config.tf_random_seed is None:
+        return
+    seed = int(config.tf_random_seed)  # It may be one of NumPy's.
+    if config.cluster.role == "local":
         keras.utils.set_random_seed(seed)
-    elif seed is not None:
+    else:
         # TensorFlow's global seed would make every worker shuffle alike.
         random.seed(seed)
         np.random.seed(seed)
@@ -342,7 +344,7 @@ def _same_as_others(
 def _seed(config: RunConfig) -> int | None:
     """The seed of the job, or of `tf.random.set_seed`; None: neither is set."""
     if config.tf_random_seed is not None:
-        return config.tf_random_seed
+        return int(config.tf_random_seed)
     return tf.compat.v1.get_seed(None)[0]
 
 

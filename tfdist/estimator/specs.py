@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tfdist._tf import storage
@@ -188,13 +187,13 @@ class RunConfig:
         object.__setattr__(self, "save_checkpoints_steps", steps)
         object.__setattr__(self, "save_checkpoints_secs", secs)
         for name, wanted in (
-            ("tf_random_seed", int | np.integer | None),
             ("cluster", Cluster),
             ("audit_input", bool | None),
             ("check_numerics", bool),
         ):
             check_type(name, getattr(self, name), wanted)
         for name, least in (
+            ("tf_random_seed", 0),
             ("save_summary_steps", 0),
             ("save_checkpoints_steps", 0),
             ("save_checkpoints_secs", 0),

@@ -441,8 +441,8 @@ class RecoverableSession:
                 optimizers.begin(model.optimizer, model.trainable_variables)
             if rates and rates != (now := self._rates()):
                 _log.warning(
-                    "Using the learning rates of the checkpoint, %s, not of "
-                    "the program, %s. To change one, assign it in a callback.",
+                    "Using the learning rates of the checkpoint, %s, not %s "
+                    "as compiled. To change one, assign it in a callback.",
                     now,
                     rates,
                 )

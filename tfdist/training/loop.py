@@ -18,7 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist._tf.arguments import check_positive
+from tfdist._tf.arguments import check_positive, check_type
 from tfdist._tf.tracing import traced
 from tfdist.cluster.spec import Cluster
 from tfdist.data import input_wait
@@ -157,8 +157,10 @@ def dispatch_size(
     model: keras.Model, wanted: int | None, num_workers: int = 1
 ) -> tuple[int, bool]:
     """Steps per dispatch, and whether the user set them (also in `compile`)."""
-    if wanted is None and model.steps_per_execution > 1:
-        wanted = model.steps_per_execution
+    compiled = model.steps_per_execution
+    check_type("steps_per_execution", compiled, int)
+    if wanted is None and compiled > 1:
+        wanted = compiled
     if wanted is None:
         size = automatic_steps_per_dispatch(
             len(model.trainable_variables), num_workers
