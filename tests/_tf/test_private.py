@@ -518,6 +518,22 @@ def test_an_iterator_of_another_dataset_begins_again(tmp_path):
     assert [*map(int, other)] == [10, 11, 12]
 
 
+def test_arrays_too_large_to_compare_are_restored(
+    tmp_path, monkeypatch, caplog
+):
+    nothing = tf.compat.v1.GraphDef()  # As TensorFlow returns from 2 GB on.
+    monkeypatch.setattr(private_positions, "graph_of", lambda _: nothing)
+    iterator = iter(tf.data.Dataset.range(5))
+    assert next(iterator) == 0
+    position = private_positions.HeldPosition(iterator)
+    position.hold()
+    path = tf.train.Checkpoint(iterator=position).write(str(tmp_path / "held"))
+    again = iter(tf.data.Dataset.range(5))
+    assert private_positions.restore_position(again, path)
+    assert next(again) == 1
+    assert "too much to compare" in caplog.text
+
+
 def test_what_a_restore_that_failed_leaves_begins_again(tmp_path):
     """Of checkpoints that do not say which dataset it was."""
     iterator = iter(tf.data.Dataset.range(5))

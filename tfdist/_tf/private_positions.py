@@ -100,6 +100,12 @@ def restore_position(iterator: Any, path: str) -> bool:
         raise OtherDatasetError("Its files, constants or functions differ.")
     if lost:
         raise OtherDatasetError(lost)
+    if not own:
+        _log.warning(
+            "Whether the input is that of %s is not known: its arrays have "
+            "over 2 GB, too much to compare.",
+            path,
+        )
     try:
         iterator._restore_from_tensors({"_STATE": state})
     except tf.errors.OpError as error:
@@ -134,12 +140,14 @@ def _saved_orders(state: tf.Tensor, path: str) -> float:
 def _looked_at(iterator: Any) -> tuple[str, str, int]:
     """The dataset's digest, what a restore loses, and how often it shuffles.
 
-    Computed once, since the graph may hold large arrays.
+    Computed once, since the graph may hold large arrays: from 2 GB on, neither
+    TensorFlow nor this function says anything about the dataset.
     """
     if not hasattr(iterator, "_tfdist_looked_at"):
         graph = graph_of(iterator._dataset)
         lost, num_orders = _lost(graph), _num_orders(graph)
-        iterator._tfdist_looked_at = digest_of(graph), lost, num_orders
+        digest = digest_of(graph) if graph.node else ""
+        iterator._tfdist_looked_at = digest, lost, num_orders
     return iterator._tfdist_looked_at
 
 

@@ -408,10 +408,11 @@ def _may_be_read(dataset: tf.data.Dataset) -> bool:
         graph = tf.raw_ops.DatasetToGraphV2(
             input_dataset=data.to_variant(dataset),
             external_state_policy=data.ExternalStatePolicy.IGNORE.value,
-        )
+        ).numpy()
     except tf.errors.OpError:  # Not all datasets have a graph.
         return False
-    return b"CacheDataset" not in graph.numpy()
+    # Of arrays of 2 GB and more, TensorFlow returns nothing.
+    return bool(graph) and b"CacheDataset" not in graph
 
 
 def _warn_of_other_batches(peers: Peers, dataset: tf.data.Dataset) -> None:
