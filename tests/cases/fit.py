@@ -225,6 +225,53 @@ def data_frames(job):
     assert_same(fit(job, train), keras_fit(train))
 
 
+class Reconstructing(keras.Model):
+    """Its `train_step` gets what `fit` is given, as an autoencoder's does."""
+
+    def __init__(self):
+        super().__init__()
+        self.decode = keras.layers.Dense(4)
+
+    def call(self, inputs):
+        return self.decode(inputs)
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean(keras.ops.square(data - self(data)))
+        weights = self.trainable_weights
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"reconstruction": loss}
+
+
+@case()
+def an_array_without_targets(job):
+    def make():
+        model = Reconstructing()
+        model.compile("sgd")
+        model.build([None, 4])
+        return model
+
+    x, _ = examples(BATCH)
+    assert_same(fit(job, x, make), keras_fit((x,), make))
+
+
+class Squared(keras.losses.Loss):
+    """As guides write one: it squares (batch, batch) if targets are flat."""
+
+    def call(self, y_true, y_pred):
+        return keras.ops.mean(keras.ops.square(y_true - y_pred), axis=-1)
+
+
+@case()
+def a_series_of_targets_is_a_column(job):
+    def of_rows():
+        return compiled(keras.layers.Dense(1), loss=Squared())
+
+    x, y = examples(BATCH)
+    train = pd.DataFrame(x), pd.Series(y[:, 0])
+    assert_same(fit(job, train, of_rows), keras_fit(train, of_rows))
+
+
 @case()
 def a_data_frame_by_columns(job):
     """Numbers and strings, as `dict(frame)`."""

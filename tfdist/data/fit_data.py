@@ -116,11 +116,16 @@ def num_batches(dataset: tf.data.Dataset) -> int:
     return number
 
 
-def _arrays(data: Any, name: str) -> tuple:
-    """Converts data to arrays of one length; floats get Keras' floatx."""
+def _arrays(data: Any, name: str) -> Any:
+    """Converts data to arrays of one length; floats get Keras' floatx.
+
+    Like Keras, returns one array or dict as it is; what is a list, as a tuple.
+    """
 
     def converted(value: Any) -> np.ndarray:
         array = np.asarray(value)
+        if hasattr(value, "iloc") and array.ndim == 1:
+            array = array[:, np.newaxis]  # As Keras does with a series.
         texts = (isinstance(item, str | bytes) for item in array.flat)
         of_objects = array.dtype.kind == "O" and not all(texts)
         if of_objects or array.dtype.kind in "mMV" or not array.ndim:
@@ -142,10 +147,11 @@ def _arrays(data: Any, name: str) -> tuple:
             f"The arrays of argument `{name}` must have one length, and at "
             f"least one example. Received lengths: {sorted(lengths)}."
         )
-    return arrays
+    alone = len(arrays) == 1 and not isinstance(arrays[0], tuple)
+    return arrays[0] if alone else arrays
 
 
-def _check_sendable(arrays: tuple, name: str) -> None:
+def _check_sendable(arrays: Any, name: str) -> None:
     """Raises `ValueError` if arrays are too large to send to a worker."""
     flat = tf.nest.flatten(arrays)
     numbers = sum(array.nbytes for array in flat if array.dtype.kind != "O")
@@ -161,7 +167,7 @@ def _check_sendable(arrays: tuple, name: str) -> None:
 
 
 def _dealt(
-    arrays: tuple,
+    arrays: Any,
     batch_size: int,
     context: tf.distribute.InputContext,
     seed: int | None,
