@@ -101,6 +101,24 @@ def test_variables_of_one_path_are_told_apart():
     assert [v.path for v in model.variables] == before
 
 
+def test_a_clone_is_called_after_its_attribute():
+    class Averaged(keras.Model):
+        def __init__(self):
+            super().__init__()
+            layers = [keras.Input([4]), keras.layers.Dense(3, name="dense")]
+            self.network = keras.Sequential(layers, name="sequential")
+            self.target = keras.models.clone_model(self.network)
+
+    model = Averaged()
+    private_keras.make_paths_unique(model)
+    assert [v.path for v in model.variables] == [
+        "network/dense/kernel",
+        "network/dense/bias",
+        "target/dense/kernel",
+        "target/dense/bias",
+    ]
+
+
 def test_a_layer_from_outside_of_the_name_of_one_inside():
     private_keras.reset_object_names()
     outside = keras.layers.Dense(1)

@@ -699,3 +699,41 @@ def a_batch_that_is_not_called_by_its_features(job):
 
     triple = tuple(examples(seed=i)[0] for i in range(3))
     job.trains_as_fit(model_fn, triple)
+
+
+class Averaged(Guide):
+    """Its second network, a clone of the first, averages that one's weights."""
+
+    def __init__(self):
+        super().__init__()
+        layers = [
+            keras.Input([4]),
+            keras.layers.Dense(3),
+            keras.layers.Dense(1),
+        ]
+        self.network = keras.Sequential(layers)
+        self.ema_network = keras.models.clone_model(self.network)
+        self.ema_network.trainable = False
+
+    def call(self, inputs, training=None):
+        return self.network(inputs)
+
+    def train_step(self, data):
+        results = super().train_step(data)
+        pairs = zip(self.network.weights, self.ema_network.weights, strict=True)
+        for weight, average in pairs:
+            average.assign(0.9 * average + 0.1 * weight)
+        return results
+
+
+@case(
+    "averages in a clone, as of DDIM and BYOL",
+    {"ps": "reads 'network/dense/kernel' after it has applied"},
+)
+def averages_in_a_clone(job):
+    def make():
+        model = Averaged()
+        model.compile("sgd", "mse")
+        return model
+
+    job.trains_as_fit(make)

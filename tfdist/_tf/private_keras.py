@@ -165,7 +165,8 @@ def make_paths_unique(model: keras.Model) -> None:
 
     Keras builds the layers of a functional model before it is part of another,
     so two towers whose layers have the same names have the same paths. The new
-    paths begin with the names of the enclosing layers, as in a `Sequential`.
+    paths begin with the names of the enclosing layers, as in a `Sequential`; a
+    `clone_model` beside the original is called after its attribute.
     """
     paths = collections.Counter(variable.path for variable in model.variables)
     seen: set[int] = set()
@@ -182,12 +183,19 @@ def make_paths_unique(model: keras.Model) -> None:
                 name = variable.path.removeprefix(f"{layer.path}/")
                 variable._path = f"{path}/{name}"
             layer._path = path
+        visit_inner(layer, f"{path}/")
+
+    def visit_inner(layer: keras.layers.Layer, path: str) -> None:
+        inner = layer._flatten_layers(False, recursive=False)
+        times = collections.Counter(each.name for each in inner)
+        attributes = {id(value): name for name, value in vars(layer).items()}
         for each in inner:
-            visit(each, f"{path}/{each.name}")
+            alone = times[each.name] == 1
+            name = each.name if alone else attributes.get(id(each), each.name)
+            visit(each, path + name)
 
     if paths and max(paths.values()) > 1:
-        for layer in model._flatten_layers(False, recursive=False):
-            visit(layer, layer.name)
+        visit_inner(model, "")
 
 
 def read_statistics(model: keras.Model) -> None:

@@ -130,7 +130,10 @@ class OwnStep:
         what = ""
         for variable in forward.updated:
             if id(variable) in known | slots:
-                what = f"assigns {variable.path!r}, which its optimizer updates"
+                what = (
+                    f"assigns {variable.path!r}, which its optimizer updates "
+                    "unless its layer has `trainable = False`"
+                )
         for variable in itertools.chain.from_iterable(updated.values()):
             if id(variable) not in known:
                 what = f"updates {variable.path!r}, not a trainable weight"
