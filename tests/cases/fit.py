@@ -225,6 +225,16 @@ def data_frames(job):
     assert_same(fit(job, train), keras_fit(train))
 
 
+@case()
+def a_data_frame_of_dummies(job):
+    """`get_dummies` makes columns of bools, beside those of numbers."""
+    x, y = examples(BATCH)
+    frame = pd.DataFrame(x[:, :2].astype("float64"))
+    frame["job"] = list("ab" * (BATCH // 2))
+    train = pd.get_dummies(frame), pd.Series(y[:, 0])
+    assert_same(fit(job, train), keras_fit(train))
+
+
 class Reconstructing(keras.Model):
     """Its `train_step` gets what `fit` is given, as an autoencoder's does."""
 

@@ -124,8 +124,13 @@ def _arrays(data: Any, name: str) -> Any:
 
     def converted(value: Any) -> np.ndarray:
         array = np.asarray(value)
-        if hasattr(value, "iloc") and array.ndim == 1:
+        is_pandas = hasattr(value, "iloc")
+        if is_pandas and array.ndim == 1:
             array = array[:, np.newaxis]  # As Keras does with a series.
+        elif is_pandas and array.dtype.kind == "O":
+            kinds = {each.kind for each in value.dtypes}
+            if kinds <= {*"biuf"}:  # Numbers and bools.
+                array = array.astype(keras.config.floatx())
         texts = (isinstance(item, str | bytes) for item in array.flat)
         of_objects = array.dtype.kind == "O" and not all(texts)
         if of_objects or array.dtype.kind in "mMV" or not array.ndim:
