@@ -125,7 +125,8 @@ def test_aliases_and_what_stays(tmp_path, capsys, program, listed):
 def test_what_cannot_be_read_is_said_and_the_rest_read(tmp_path, capsys):
     (tmp_path / "old.py").write_text("import os\nprint 'hello'\n")
     (tmp_path / "b.py").write_text("import tensorflow as tf\ntf.Session()\n")
-    (tmp_path / "a.ipynb").write_text("{}")
+    for name in ("a.ipynb", "b.ipynb"):
+        (tmp_path / name).write_text("{}")
     paths = [tmp_path, tmp_path / "none.py", tmp_path / "a.ipynb"]
     assert migration.main([*map(str, paths)]) == 1
     out = capsys.readouterr().out
@@ -133,6 +134,16 @@ def test_what_cannot_be_read_is_said_and_the_rest_read(tmp_path, capsys):
     assert "b.py:2: tf.Session" in out
     assert re.search(r"none.py: not read: .*No such file", out)
     assert "a.ipynb: not read: first run `jupyter nbconvert" in out
+    assert out.count("a.ipynb: not read") == out.count("b.ipynb: not read") == 1
+
+
+def test_members_of_private_modules(tmp_path, capsys):
+    program = (
+        "from tensorflow.python.estimator.model_fn import ModeKeys as Modes\n"
+        "print(Modes.TRAIN)\n"
+    )
+    _, lines = run(tmp_path, capsys, "a.py", program)
+    assert lines[-1] == "1 symbols are gone; known of these: 1."
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,19 @@ def within(job):
     job.trains_as_fit(model_fn)
 
 
+class ListedTwice(LowerLevel):
+    """Keras lists a metric that is an attribute, too."""
+
+    @property
+    def metrics(self):
+        return [*keras.Model.metrics.fget(self), self.mae_metric]
+
+
+@case("a metric that is listed twice")
+def listed_twice(job):
+    job.trains_as_fit(lambda: compiled(ListedTwice, loss=None))
+
+
 @case("a mean of its own as loss")
 def own_mean(job):
     job.trains_as_fit(lambda: compiled(OwnMean, loss=None))

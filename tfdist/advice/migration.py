@@ -120,8 +120,8 @@ def look_up(full: str, rows: Mapping[str, Row]) -> tuple[str, Row | None]:
         name = name.rpartition(".")[0]
     if not name and symbol.startswith("tf.python."):
         # A private module, such as `tf.python.training.x.SessionRunHook`.
-        last = symbol.rpartition(".")[2]
-        of_same_name = (f"tf.{wing}.{last}" for wing in ("estimator", "train"))
+        parts, wings = symbol.split(".")[:1:-1], ("estimator", "train")
+        of_same_name = (f"tf.{wing}.{p}" for p in parts for wing in wings)
         name = next((n for n in of_same_name if n in rows), "")
     other = name and rows[name].remains == "other"
     if name and (".compat.v1." in full or not stays or other):
@@ -164,6 +164,12 @@ def _gone_rows() -> dict[str, Row]:
     return found
 
 
+def _programs(path: Path) -> list[Path]:
+    """Returns the Python files and notebooks of a folder, or the file."""
+    inside = (f for f in path.rglob("*") if f.suffix in (".py", ".ipynb"))
+    return sorted(inside) or [path]
+
+
 def _advice(row: Row | None) -> str:
     if row is None:
         return "unknown"
@@ -182,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     paths = parser.parse_args(argv).paths
     rows, told, unread = _gone_rows(), {""}, 0
     gone: dict[str, Row | None] = {}
-    for file in [f for p in paths for f in sorted(p.rglob("*.py")) or [p]]:
+    for file in dict.fromkeys(f for path in paths for f in _programs(path)):
         try:
             uses = uses_in(file)
         except (OSError, SyntaxError, ValueError) as e:

@@ -46,7 +46,9 @@ class Passes:
         self._model, self._own = model, own
         self._remote, self._has_replicas = remote, has_replicas
         self.seeds = [v for v in model.non_trainable_variables if is_seed(v)]
-        self.metrics = list(model.metrics_variables)
+        # A model's own `metrics` may list one twice.
+        metrics = {id(v): v for v in model.metrics_variables}
+        self.metrics = [*metrics.values()]
         self.tables: dict[str, list[Any]] = {}
         self._forwards: dict[Any, Forward] = {}
         self._layouts: dict[str, Layout] = {}
