@@ -2,6 +2,8 @@
 
 import collections
 import concurrent.futures
+import contextlib
+import functools
 import inspect
 import threading
 from types import SimpleNamespace
@@ -827,17 +829,20 @@ def test_each_thread_has_its_own_losses():
     model.layers[0].activity_regularizer = keras.regularizers.L2(1.0)
     private_keras.keep_losses_per_thread(model)
 
-    def losses(x):
-        with keras.StatelessScope(collect_losses=True):
+    def losses(x, scope):
+        with scope():
             model(x)
             if thread:
-                assert thread.pop().submit(losses, 2 * x).result() > 0
+                other = thread.pop().submit(losses, 2 * x, scope)
+                assert other.result() > 0
             assert len(model.losses) == 1
             return float(model.losses[0])
 
+    collects = functools.partial(keras.StatelessScope, collect_losses=True)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        thread = [pool]
-        assert losses(tf.ones([1, 3])) > 0
+        for scope in (collects, contextlib.nullcontext):
+            thread = [pool]
+            assert losses(tf.ones([1, 3]), scope) > 0
 
 
 def test_trained():

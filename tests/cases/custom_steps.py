@@ -122,6 +122,48 @@ class ListedTwice(LowerLevel):
         return [*keras.Model.metrics.fget(self), self.mae_metric]
 
 
+class AddsLoss(keras.layers.Layer):
+    def call(self, inputs):
+        self.add_loss(ops.mean(ops.square(inputs)))
+        return inputs
+
+
+class LossesAfterwards(LowerLevel):
+    """Reads the losses of layers after it has applied gradients."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.penalty = keras.metrics.Mean(name="penalty")
+
+    @property
+    def metrics(self):
+        return [*super().metrics, self.penalty]
+
+    def train_step(self, data):
+        results = super().train_step(data)
+        self.penalty.update_state(sum(self.losses))
+        return {**results, "penalty": self.penalty.result()}
+
+
+@case("losses of layers after an update")
+def losses_afterwards(job):
+    class Keeps(tfdist.SessionRunHook):
+        def after_run(self, run_context, run_values):
+            results.append(run_values.results["penalty"])
+
+    def make():
+        layers = keras.layers.Dense(3), AddsLoss()
+        return compiled(LossesAfterwards, *layers, loss=None)
+
+    results, (x, y) = [], examples(8)
+    job.estimator(make).train(
+        lambda: tf.data.Dataset.from_tensors((x, y)), hooks=[Keeps()]
+    )
+    if job.is_chief:
+        history = seeded(make).fit(x, y, batch_size=len(x), verbose=0).history
+        np.testing.assert_allclose(results[0], history["penalty"][0], rtol=1e-5)
+
+
 @case("a metric that is listed twice")
 def listed_twice(job):
     job.trains_as_fit(lambda: compiled(ListedTwice, loss=None))

@@ -237,16 +237,19 @@ def is_synchronized(model: keras.Model) -> bool:
     return any(getattr(layer, "synchronized", False) for layer in layers)
 
 
-class _OwnIds(threading.local):
-    """A set with separate elements in each thread."""
+class _OwnLosses(threading.local):
+    """A layer's losses, or their ids; separate ones in each thread."""
 
     def __init__(self) -> None:
-        ids: set[int] = set()
-        self.add, self.clear = ids.add, ids.clear
-        self.__contains = ids.__contains__
+        self._items: list[Any] = []
+        self.add, self.extend = self._items.append, self._items.extend
+        self.clear = self._items.clear
 
     def __contains__(self, value: int) -> bool:
-        return self.__contains(value)
+        return value in self._items
+
+    def __getitem__(self, index: slice) -> list[Any]:
+        return self._items[index]
 
 
 def keep_losses_per_thread(model: keras.Model) -> None:
@@ -256,7 +259,8 @@ def keep_losses_per_thread(model: keras.Model) -> None:
     the middle of a call, where they wait for each other.
     """
     for layer in model._flatten_layers():
-        vars(layer)["_loss_ids"] = _OwnIds()
+        for name in ("_losses", "_loss_ids"):
+            vars(layer)[name] = _OwnLosses()
 
 
 def attribute(model: keras.Model, handle: tf.Tensor) -> str:

@@ -369,8 +369,9 @@ def compiled_computation(
             model.name,
             reason,
         )
-    if waits:
+    if waits or at_once:
         private_keras.keep_losses_per_thread(model)
+    if waits:
         # A function must not wait for the other replicas of this process.
         return single_replica_view()(computation)
     compiles = (model.jit_compile and not reason) or None
