@@ -1,5 +1,6 @@
 """How the tasks of an all-reduce job find each other."""
 
+import re
 import socket
 from concurrent import futures
 
@@ -83,6 +84,22 @@ def test_one_whose_last_answer_came_too_late():
             assert meets.states({other.task: other.address}) == [LIVE]
     finally:
         server.stop(None).wait()
+
+
+def test_another_cluster_is_named_in_both():
+    first, second = clusters(2)
+    jobs = {"worker": [first.address, second.address, "elsewhere:1"]}
+    wider = Cluster.from_jobs(jobs, "worker", 1)
+    with futures.ThreadPoolExecutor(2) as pool:
+        both_meet = [pool.submit(meeting.meet, t, 60.0) for t in (first, wider)]
+        for each, other in zip(
+            both_meet, ("worker:1", "worker:0"), strict=True
+        ):
+            error = each.exception(30.0)
+            assert isinstance(error, ValueError)
+            expected = f"{other} was started with another cluster: .*TF_CONFIG"
+            assert re.match(expected, str(error))
+            assert '"worker:2": "elsewhere:1"' in str(error)
 
 
 def test_one_that_is_not_there_is_named():

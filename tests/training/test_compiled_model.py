@@ -10,6 +10,7 @@ from tfdist.training.compiled_model import (
     checked_model,
     element_spec_of,
     trace_on_spec,
+    warn_of_added,
 )
 
 SPEC = (tf.TensorSpec([None, 4]), tf.TensorSpec([None, 1]))
@@ -87,6 +88,30 @@ def test_a_sum_that_a_model_may_compute_between_replicas_is_told(caplog):
     check_sums(model)
     (record,) = caplog.records
     assert "`total` of SumsItself has reduction='sum'" in record.getMessage()
+
+
+class AddsLoss(keras.layers.Layer):
+    def __init__(self, axis):
+        super().__init__()
+        self.axis = axis
+
+    def call(self, inputs):
+        self.add_loss(keras.ops.mean(inputs, axis=self.axis))
+        return inputs
+
+
+@pytest.mark.parametrize(
+    ("axis", "told"), [(None, False), (0, False), (1, True)]
+)
+def test_a_loss_per_example_that_a_layer_adds_is_told(caplog, axis, told):
+    model = keras.Sequential([keras.Input([3]), AddsLoss(axis)])
+
+    def run(batch):
+        model(batch)
+        warn_of_added(model)
+
+    trace_on_spec(run, tf.TensorSpec([None, 3]))
+    assert ("divided by the number of replicas" in caplog.text) == told
 
 
 class Preprocessing(keras.Sequential):

@@ -47,7 +47,8 @@ def meet(
     `last_call_timeout` seconds after the minimum is. The others keep waiting.
 
     Other arguments and errors are those of `probing.wait_until_up`, and
-    `UnavailableError` if a task that was to take part is gone.
+    `UnavailableError` if a task that was to take part is gone, and, if no file
+    sets the size, `ValueError` if a task was started with another cluster.
 
     Returns:
         The training tasks that take part, with workers numbered from 0.
@@ -55,7 +56,10 @@ def meet(
     others = cluster.addresses()
     own = others.pop(cluster.task)
     wait = functools.partial(wait_for_all, give_up=give_up)
-    meeting = _Meeting(own, timeout_secs, wait)
+    tasks = json.dumps(cluster.addresses(), sort_keys=True)
+    if size is not None and size.may_change:
+        tasks = ""
+    meeting = _Meeting(own, timeout_secs, wait, tasks.encode())
     with meeting.listening(cluster):
         if size is None or not size.may_change:
             wait(others, lambda: meeting.states(others), timeout_secs)
@@ -95,12 +99,18 @@ class _Meeting:
     """The tasks that this task waits for and that wait for this task."""
 
     def __init__(
-        self, own: str, timeout_secs: float, wait: Callable[..., Any]
+        self,
+        own: str,
+        timeout_secs: float,
+        wait: Callable[..., Any],
+        tasks: bytes = b"",
     ) -> None:
         self.members: list[str] = []  # Addresses of the tasks that take part.
         self._own, self._timeout_secs, self._wait = own, timeout_secs, wait
         # Tells a restarted process, which has to meet again, from the old one.
         self._identity = os.urandom(8)
+        self._tasks = tasks  # Must be the same in every task, unless empty.
+        self._other_tasks: dict[str, bytes] = {}
         self._asked_by: dict[str, bytes] = {}
         self._answers: dict[str, Answer] = {}
         self._ahead: set[str] = set()  # Have met this task, and left.
@@ -132,16 +142,26 @@ class _Meeting:
 
     def _greet(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         decision = self._decision
-        self._asked_by[request[8:].decode()] = request[:8] + decision
+        address, _, tasks = request[8:].partition(b" ")
+        self._asked_by[address.decode()] = request[:8] + decision
+        if tasks and self._tasks and tasks != self._tasks:
+            self._other_tasks[address.decode()] = tasks
         return self._identity + decision
 
     def states(self, tasks: Mapping[str, str]) -> list[TaskState]:
         """Asks the tasks not met yet; returns the state of all `tasks`."""
         addresses = tasks.values()
         waiting = [a for a in addresses if self._state(a) is not TaskState.LIVE]
-        request = self._identity + self._own.encode()
+        request = self._identity + self._own.encode() + b" " + self._tasks
         replies = ask(waiting, method=f"/{_MEETING}/Greet", request=request)
         self._answers.update(zip(waiting, replies, strict=True))
+        for name, address in tasks.items():
+            if other := self._other_tasks.get(address):
+                raise ValueError(
+                    f"{name} was started with another cluster: "
+                    f"{other.decode()}, not {self._tasks.decode()} as this "
+                    "task. Give all tasks the same one in TF_CONFIG."
+                )
         silent = [
             address
             for address in waiting

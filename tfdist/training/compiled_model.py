@@ -74,6 +74,19 @@ def check_sums(model: keras.Model) -> None:
             )
 
 
+def warn_of_added(model: keras.Model) -> None:
+    """Warns of a loss per example that a layer's `call` has just added."""
+    shapes = [tf.convert_to_tensor(loss).shape for loss in model.losses]
+    if any(shape.rank and shape[0] is None for shape in shapes):
+        _log.warning(
+            "Model %r adds a loss per example by `add_loss`, which Keras sums. "
+            "Between replicas a step minimizes the mean over the shares of the "
+            "batch, so this sum is divided by the number of replicas. Add its "
+            "mean instead.",
+            model.name,
+        )
+
+
 def refuse_new_variables(model: keras.Model, before: int) -> None:
     """Raises `ValueError` if there are more trainable variables than before."""
     if len(model.trainable_variables) > before:

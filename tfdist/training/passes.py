@@ -10,7 +10,12 @@ import keras
 import tensorflow as tf
 
 from tfdist._tf import private_keras
-from tfdist.training.compiled_model import forward_pass, on_own_thread, specs
+from tfdist.training.compiled_model import (
+    forward_pass,
+    on_own_thread,
+    specs,
+    warn_of_added,
+)
 from tfdist.training.forward import Forward
 from tfdist.training.layout import Layout, is_seed
 from tfdist.training.own_step import OwnStep
@@ -112,8 +117,12 @@ class Passes:
                 model.predict_step(batch)
                 return {}
             if self._own:
-                return self._own.trace(batch)
-            return forward_pass(model, batch, mode == TRAINING)[1]
+                results = self._own.trace(batch)
+            else:
+                results = forward_pass(model, batch, mode == TRAINING)[1]
+            if self._has_replicas and mode == TRAINING:
+                warn_of_added(model)
+            return results
 
         fixed = [v for v in model.non_trainable_variables if not is_seed(v)]
         # Only scalars: a model does not read slots.
