@@ -116,10 +116,10 @@ class Passes:
             if mode == PREDICTION:
                 model.predict_step(batch)
                 return {}
-            if self._own:
-                results = self._own.trace(batch)
-            else:
+            if self._own is None:
                 results = forward_pass(model, batch, mode == TRAINING)[1]
+            else:
+                results = self._own.trace(batch)
             if self._has_replicas and mode == TRAINING:
                 warn_of_added(model)
             return results
