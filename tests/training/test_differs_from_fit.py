@@ -190,6 +190,16 @@ def test_data_are_read_in_the_order_of_the_dataset():
         assert (np.array(mine) != np.array(third)).any()
 
 
+def test_the_end_of_the_data_is_no_step():
+    data = batches(size=32, batch_size=8)
+    of_unknown_size = data.filter(lambda *_: True)
+    for dataset, theirs in ((data, 4), (of_unknown_size, 5)):
+        model = fitted(logistic("adam"), dataset)
+        assert int(model.optimizer.iterations) == theirs
+        model = trained(logistic("adam"), dataset)
+        assert int(model.optimizer.iterations) == 4
+
+
 def test_orders_of_shuffling_are_those_of_the_dataset(tmp_path):
     """`fit` begins one iterator more, before the second epoch."""
 
