@@ -99,6 +99,9 @@ TRACES = {
     ),
     "OutOfRange": raising_at_2(tf.errors.OutOfRangeError(None, None, "x")),
     "StopIteration": raising_at_2(StopIteration()),
+    "StopIteration in after_create_session": Training(
+        scripted({("after_create_session", 1): StopIteration()})
+    ),
     "ValueError": raising_at_2(ValueError("boom")),
 }
 
@@ -109,6 +112,11 @@ def test_a_hook_that_ends_training_by_an_error_is_named(name, caplog):
     ours(TRACES[name], None)
     assert f"A hook raised {name}" in caplog.text
     assert "training ends here" in caplog.text
+
+
+def test_one_that_does_so_before_training_is_raised(caplog):
+    ours(TRACES["StopIteration in after_create_session"], None)
+    assert "training ends here" not in caplog.text
 
 
 @pytest.mark.parametrize("name", TRACES)

@@ -224,8 +224,8 @@ class HealthMonitor:
             failure = record.failure(FROZEN_SECS)
             if failure is ServerFailure.FROZEN and not record.cut:
                 _log.warning(
-                    "%s has not answered for %.0f s: it is treated as dead, "
-                    "and the job continues with the others.",
+                    "%s has not answered for %.0f s: it is treated as dead "
+                    "until it does.",
                     task,
                     time.monotonic() - record.since,
                 )

@@ -145,8 +145,8 @@ def _server(cluster: Cluster) -> tf.distribute.Server:
 def _serve_until_done(
     cluster: Cluster, restart: Callable[[str], None] | None, sigterm: Sigterm
 ) -> None:
-    chief, chief_state = cluster.tasks["chief"][0], TaskState.DEAD
-    next_round = 0.0
+    chief, next_round = cluster.tasks["chief"][0], 0.0
+    chief_state: TaskState | None = None
     while True:
         record = _record()
         if _is_done(record) and _chief_has_left(record, chief, sigterm):

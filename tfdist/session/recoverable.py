@@ -314,7 +314,7 @@ class RecoverableSession:
             )
         self._restore()
         self.wait_for_steps()
-        with recovery.in_hooks():
+        with recovery.in_hooks(can_end=False):
             for hook in self.hooks:
                 hook.after_create_session(self, self._coord)
 

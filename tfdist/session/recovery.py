@@ -95,14 +95,17 @@ def restart_process(reason: str) -> None:
 
 
 @contextlib.contextmanager
-def in_hooks() -> Iterator[None]:
-    """Marks errors raised inside the context as errors of hooks."""
+def in_hooks(can_end: bool = True) -> Iterator[None]:
+    """Marks errors raised inside the context as errors of hooks.
+
+    Warns of those that end training, if hooks `can_end` it.
+    """
     try:
         with unnamed():
             yield
     except (*FAILURES, StopIteration) as error:
         error.in_hook = True  # type: ignore[union-attr]
-        if isinstance(error, END_OF_INPUT):
+        if can_end and isinstance(error, END_OF_INPUT):
             _log.warning(
                 "A hook raised %s: training ends here, as if its data had "
                 "ended. To end it on purpose, call `request_stop()`.",
