@@ -164,7 +164,7 @@ def losses_afterwards(job):
         np.testing.assert_allclose(results[0], history["penalty"][0], rtol=1e-5)
 
 
-@case("a metric that is listed twice")
+@case("metrics with one listed twice")
 def listed_twice(job):
     job.trains_as_fit(lambda: compiled(ListedTwice, loss=None))
 

@@ -131,6 +131,18 @@ def of_a_dict(job):
     )
 
 
+@case("two partitioned tables of one name")
+def of_one_name(job):
+    class Alike(Wide):
+        def __init__(self):
+            super().__init__()
+            make = tfdist.PartitionedEmbedding
+            self.users = make(10, 3, num_shards=2, name="table")
+            self.items = make(10, 3, num_shards=3, name="table")
+
+    has_its_life(job, lambda: compiled(Alike(), "adagrad"), users())
+
+
 @case("subclass of a tuple")
 def of_a_tuple(job):
     class Two(Mlp):

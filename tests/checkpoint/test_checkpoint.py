@@ -201,21 +201,36 @@ def test_two_variables_of_one_name():
 class TwoTables(keras.Model):
     """Two layers of one name, which Keras allows."""
 
-    def __init__(self):
+    def __init__(self, in_list):
         super().__init__()
-        self.one = tfdist.PartitionedEmbedding(10, 2, 2, name="table")
-        self.two = tfdist.PartitionedEmbedding(10, 2, 3, name="table")
+        one = tfdist.PartitionedEmbedding(10, 2, 2, name="table")
+        two = tfdist.PartitionedEmbedding(10, 2, 3, name="table")
+        if in_list:
+            self.tables = [one, two]
+        else:
+            self.one, self.two = one, two
 
     def call(self, ids):
-        return self.one(ids) + self.two(ids)
+        one, two = self.tables if "tables" in vars(self) else self.layers
+        return one(ids) + two(ids)
 
 
 def test_two_tables_of_one_name():
     """The shards of both look like those of one."""
-    made = TwoTables()
+    made = TwoTables(in_list=True)
     made(tf.constant([1, 9]))
     with pytest.raises(ValueError, match=r"both called '.*table/embeddings"):
         named_variables(made)
+
+
+def test_two_tables_of_one_name_are_called_after_their_attributes():
+    made = TwoTables(in_list=False)
+    made(tf.constant([1, 9]))
+    found = named_variables(made)
+    assert {name: v.shape for name, v in found.items()} == {
+        "one/embeddings": [10, 2],
+        "two/embeddings": [10, 2],
+    }
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
