@@ -102,6 +102,8 @@ def test_bad_steps_per_execution():
     model.compile("sgd", "mse", steps_per_execution="auto")
     with pytest.raises(TypeError, match="`steps_per_execution` must be an int"):
         local_loop(model, batches().repeat())
+    model.compile("sgd", "mse", steps_per_execution=np.int64(2))
+    local_loop(model, batches().repeat())
 
 
 @pytest.mark.parametrize("num_variables", [0, 1, 50, 51, 500, 10_000])

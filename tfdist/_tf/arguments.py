@@ -68,7 +68,7 @@ def check_type(argument: str, value: Any, wanted: type | UnionType) -> None:
     if not isinstance(value, wanted):
         name = getattr(wanted, "__name__", str(wanted))
         ours = isinstance(wanted, type) and wanted.__module__ != "builtins"
-        article = "an" if name == "int" else "a"
+        article = "an" if name.startswith("int") else "a"
         raise TypeError(
             f"Argument `{argument}` must be {article} {'tfdist.' * ours}{name}."
             f" Received: {argument}={value!r}."

@@ -158,7 +158,7 @@ def dispatch_size(
 ) -> tuple[int, bool]:
     """Steps per dispatch, and whether the user set them (also in `compile`)."""
     compiled = model.steps_per_execution
-    check_type("steps_per_execution", compiled, int)
+    check_type("steps_per_execution", compiled, int | np.integer)
     if wanted is None and compiled > 1:
         wanted = compiled
     if wanted is None:
