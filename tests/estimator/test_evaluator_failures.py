@@ -18,7 +18,6 @@ from tests.session.test_recovery import (
     found,
     wait_for_exit,
 )
-from tfdist._tf.waiting import wait_for
 from tfdist.checkpoint import checkpoints
 from tfdist.estimator import results
 from tfdist.estimator.saved_models import list_exports
@@ -195,7 +194,7 @@ def test_fails_each_time(tmp_path):
         assert "The evaluator failed: ValueError: There is no batch" in output
         assert "\nReturned (None, [])." in output
         # The last has told the chief why it fails, and may yet have to exit.
-        assert wait_for(lambda: job.pid(EVALUATOR) is None, 30)
+        wait_for_exit(job, EVALUATOR)
         codes = job.exit_codes()[EVALUATOR]
         assert len(codes) >= 3
         assert set(codes) == {1}
