@@ -7,6 +7,7 @@ from keras import ops
 
 import tfdist
 from tests.cases import STEPS, case, examples, seeded
+from tests.cases.losses import Small
 
 WAYS_OUT = "Override `compute_loss` instead, or train by all-reduce, mirrored"
 TWICE = {"ps": f"applies gradients [0-9] times .* {WAYS_OUT}"}
@@ -122,12 +123,6 @@ class ListedTwice(LowerLevel):
         return [*keras.Model.metrics.fget(self), self.mae_metric]
 
 
-class AddsLoss(keras.layers.Layer):
-    def call(self, inputs):
-        self.add_loss(ops.mean(ops.square(inputs)))
-        return inputs
-
-
 class LossesAfterwards(LowerLevel):
     """Reads the losses of layers after it has applied gradients."""
 
@@ -152,7 +147,7 @@ def losses_afterwards(job):
             results.append(run_values.results["penalty"])
 
     def make():
-        layers = keras.layers.Dense(3), AddsLoss()
+        layers = keras.layers.Dense(3), Small()
         return compiled(LossesAfterwards, *layers, loss=None)
 
     results, (x, y) = [], examples(8)
