@@ -6,11 +6,9 @@ from tests.cases.models import Mlp, TwoTower, compiled
 from tfdist._tf.private_keras import reset_object_names
 from tfdist.placement.variables import describe
 from tfdist.training.compiled_model import (
-    check_sums,
     checked_model,
     element_spec_of,
     trace_on_spec,
-    warn_of_added,
 )
 
 SPEC = (tf.TensorSpec([None, 4]), tf.TensorSpec([None, 1]))
@@ -73,45 +71,6 @@ def test_what_is_looked_at_is_not_run():
     trace_on_spec(run, {"ids": tf.RaggedTensorSpec([None, None], tf.int64)})
     assert float(counter) == 0.0
     assert isinstance(seen[0]["ids"], tf.RaggedTensor)
-
-
-class SumsItself(keras.Model):
-    def __init__(self):
-        super().__init__()
-        self.total = keras.losses.MeanSquaredError(reduction="sum")
-        self.mean = keras.losses.MeanSquaredError()
-
-
-def test_a_sum_that_a_model_may_compute_between_replicas_is_told(caplog):
-    model = SumsItself()
-    model.compile("sgd")
-    check_sums(model)
-    (record,) = caplog.records
-    assert "`total` of SumsItself has reduction='sum'" in record.getMessage()
-
-
-class AddsLoss(keras.layers.Layer):
-    def __init__(self, axis):
-        super().__init__()
-        self.axis = axis
-
-    def call(self, inputs):
-        self.add_loss(keras.ops.mean(inputs, axis=self.axis))
-        return inputs
-
-
-@pytest.mark.parametrize(
-    ("axis", "told"), [(None, False), (0, False), (1, True)]
-)
-def test_a_loss_per_example_that_a_layer_adds_is_told(caplog, axis, told):
-    model = keras.Sequential([keras.Input([3]), AddsLoss(axis)])
-
-    def run(batch):
-        model(batch)
-        warn_of_added(model)
-
-    trace_on_spec(run, tf.TensorSpec([None, 3]))
-    assert ("divided by the number of replicas" in caplog.text) == told
 
 
 class Preprocessing(keras.Sequential):

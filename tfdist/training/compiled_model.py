@@ -48,10 +48,7 @@ def refuse_test_step(model: keras.Model) -> None:
 
 
 def check_sums(model: keras.Model) -> None:
-    """Raises `ValueError` for losses that are not means over examples.
-
-    Warns of sums that the model may use in its own `compute_loss`.
-    """
+    """Raises `ValueError` for losses that are not means over examples."""
     for loss in tf.nest.flatten(model.loss):
         reduction = getattr(loss, "reduction", "mean")
         if reduction not in ("mean", "sum_over_batch_size"):
@@ -62,29 +59,6 @@ def check_sums(model: keras.Model) -> None:
                 "'sum_over_batch_size', with another learning rate (for a sum) "
                 "or with weights whose mean is 1 (for a weighted mean)."
             )
-    for name, value in vars(model).items():
-        if isinstance(value, keras.losses.Loss) and value.reduction == "sum":
-            _log.warning(
-                "`%s` of %s has reduction='sum'. Between replicas a step "
-                "minimizes the mean of `compute_loss` over the shares of the "
-                "batch, so a sum is divided by the number of replicas. In "
-                "`compute_loss`, divide it by the number of examples instead.",
-                name,
-                type(model).__name__,
-            )
-
-
-def warn_of_added(model: keras.Model) -> None:
-    """Warns of a loss per example that a layer's `call` has just added."""
-    shapes = [tf.convert_to_tensor(loss).shape for loss in model.losses]
-    if any(shape.rank and shape[0] is None for shape in shapes):
-        _log.warning(
-            "Model %r adds a loss per example by `add_loss`, which Keras sums. "
-            "Between replicas a step minimizes the mean over the shares of the "
-            "batch, so this sum is divided by the number of replicas. Add its "
-            "mean instead.",
-            model.name,
-        )
 
 
 def refuse_new_variables(model: keras.Model, before: int) -> None:

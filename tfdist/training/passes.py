@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,11 +15,13 @@ from tfdist.training.compiled_model import (
     forward_pass,
     on_own_thread,
     specs,
-    warn_of_added,
 )
 from tfdist.training.forward import Forward
 from tfdist.training.layout import Layout, is_seed
 from tfdist.training.own_step import OwnStep
+from tfdist.training.summed_losses import SummedLosses
+
+_log = logging.getLogger(__name__)
 
 # A model may look up different tables in each mode.
 TRAINING, EVALUATION, PREDICTION = "training", "evaluation", "prediction"
@@ -57,6 +60,7 @@ class Passes:
         self.tables: dict[str, list[Any]] = {}
         self._forwards: dict[Any, Forward] = {}
         self._layouts: dict[str, Layout] = {}
+        self._has_warned = False
         self._generator = private_keras.seed_generator()
 
     def use_seed_generator(self) -> None:
@@ -81,6 +85,8 @@ class Passes:
                 others = others or self._own.means(forward, self.metrics)
             if not others:
                 self._forwards[key] = forward
+                if self._has_replicas and mode == TRAINING:
+                    self._warn_of(self._sums.names)
                 tables = list(dict.fromkeys(forward.tables))
                 self.tables.setdefault(mode, tables)
                 return forward
@@ -94,6 +100,19 @@ class Passes:
             f"called: {[v.path for v in others]}. Create them once, in its "
             "`__init__` or `build`."
         )
+
+    def _warn_of(self, sums: Sequence[str]) -> None:
+        if sums and not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "Model %r minimizes a sum over the examples of a batch (%s). "
+                "Between replicas a step minimizes the mean over the shares of "
+                "the batch, so this sum is divided by the number of replicas. "
+                "Use the mean over the examples instead, with another learning "
+                "rate.",
+                self._model.name,
+                ", ".join(sums),
+            )
 
     def _check_kept(self, metrics: list[keras.Variable]) -> None:
         """Raises `ValueError` for variables that are not metrics, nor saved."""
@@ -116,12 +135,12 @@ class Passes:
             if mode == PREDICTION:
                 model.predict_step(batch)
                 return {}
-            if self._own is None:
-                results = forward_pass(model, batch, mode == TRAINING)[1]
-            else:
-                results = self._own.trace(batch)
-            if self._has_replicas and mode == TRAINING:
-                warn_of_added(model)
+            self._sums = SummedLosses(batch)
+            if self._own is not None:
+                with self._sums.watch_tapes():
+                    return self._own.trace(batch)
+            loss, results = forward_pass(model, batch, mode == TRAINING)
+            self._sums.check(loss)
             return results
 
         fixed = [v for v in model.non_trainable_variables if not is_seed(v)]
