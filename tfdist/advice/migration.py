@@ -115,14 +115,13 @@ def look_up(full: str, rows: Mapping[str, Row]) -> tuple[str, Row | None]:
     symbol = re.sub(r"^tensorflow(_estimator)?(\.compat\.v1)?", "tf", full)
     symbol = re.sub(r"^(tf\.contrib\.\w+)\.python\.\w+", r"\1", symbol)
     stays = _value(full) is not None
-    name = symbol
+    # In a private module, such as `tf.python.training.x.SessionRunHook`.
+    parts = symbol.removeprefix("tf.python.").split(".")[::-1]
+    wings = ("estimator", "train") if symbol.startswith("tf.python.") else ()
+    of_same_name = (f"tf.{wing}.{part}" for part in parts for wing in wings)
+    name = next((n for n in of_same_name if n in rows), symbol)
     while name and name not in rows:
         name = name.rpartition(".")[0]
-    if not name and symbol.startswith("tf.python."):
-        # A private module, such as `tf.python.training.x.SessionRunHook`.
-        parts, wings = symbol.split(".")[:1:-1], ("estimator", "train")
-        of_same_name = (f"tf.{wing}.{p}" for p in parts for wing in wings)
-        name = next((n for n in of_same_name if n in rows), "")
     other = name and rows[name].remains == "other"
     if name and (".compat.v1." in full or not stays or other):
         return name, rows[name]
