@@ -168,6 +168,15 @@ def test_members_of_private_modules(tmp_path, capsys):
         "tf.train.ExponentialMovingAverage",
         "tf.python.estimator.model_fn.ModeKeys",
         "tf.python.training.sync_replicas_optimizer.SyncReplicasOptimizer",
+        "tf.python.training.basic_session_run_hooks",
+        "tf.keras.optimizers.legacy.Adagrad",
+        "tf.feature_column.shared_embeddings",
+        "tf.distribute.experimental.ParameterServerStrategy",
+        "tf.distribute.coordinator.ClusterCoordinator",
+        "tf.create_partitioned_variables",
+        "tf.train.basic_train_loop",
+        "tf.RunMetadata",
+        "tf.gradients",
     ],
 )
 def test_what_estimator_programs_use_has_an_answer(tmp_path, capsys, symbol):

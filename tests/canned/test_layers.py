@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import tfdist
 from tfdist.canned import DenseFeatures, LinearModel, shared_embeddings
 
 fc = tf.feature_column
@@ -81,6 +82,33 @@ def fc_shared(ids, dimension, combiner, initializer):
     return v1.feature_column.shared_embedding_columns(
         ids, dimension, combiner, initializer
     )
+
+
+def test_a_missing_value_looks_up_no_row():
+    """Momentum would move row 0 in steps that have none of its ids."""
+    ids = tf.constant([[0, 1]] * 4 + [[3, -1]] * 36)
+    dense = tf.data.Dataset.from_tensor_slices(ids).batch(4)
+    dense = dense.map(lambda p: ({"p": p}, tf.cast(p[:, 0], tf.float32)))
+
+    def ragged(features, targets):
+        p = tf.RaggedTensor.from_tensor(features["p"], padding=-1)
+        return {"p": p.to_sparse()}, targets
+
+    def model_fn():
+        column = fc.categorical_column_with_identity("p", 4)
+        model = keras.Sequential([LinearModel([column])])
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+        return model
+
+    def weights(dataset):
+        model, _ = tfdist.fit(
+            model_fn, lambda: dataset, log_step_count_steps=None
+        )
+        return model.get_weights()
+
+    found, wanted = weights(dense), weights(dense.map(ragged))
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
 
 
 @pytest.mark.parametrize("make", [DenseFeatures, LinearModel])

@@ -368,6 +368,7 @@ MALFORMED_TF_CONFIGS = [
         config({"chief": "c:1"}),
         "must be a list of addresses",
     ),
+    ("a misspelt key", '{"Clusters": {}}', 'must be spelled "cluster"'),
     ("job is null", '{"cluster": {"chief": null}}', "must be a list"),
     ("job is a number", config({"chief": 2222}), '{"chief": 2222}'),
     (

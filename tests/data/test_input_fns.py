@@ -84,6 +84,16 @@ def test_arguments_that_nobody_gives_are_refused(spec, input_fn):
     assert re.search(rf"{input_fn.__qualname__}.*test_input_fns.py:\d+", said)
 
 
+@pytest.mark.parametrize(
+    ("input_fn", "name"),
+    [(lambda mode: plain(), "mode"), (lambda params: plain(), "params")],
+)
+def test_what_only_an_estimator_of_tensorflow_gives_is_refused(input_fn, name):
+    with pytest.raises(ValueError, match=rf"takes '{name}', which TF 2\.15's"):
+        tfdist.TrainSpec(input_fn)
+    tfdist.TrainSpec(functools.partial(input_fn, None))
+
+
 def test_a_wrapper_of_what_takes_the_context_fails_aloud(tmp_path):
     config = tfdist.RunConfig(tmp_path, cluster=Cluster())
     estimator = tfdist.Estimator(logistic, config)

@@ -411,8 +411,23 @@ def test_a_saver_of_the_user_takes_the_place_of_the_estimators(tmp_path):
 def test_what_is_no_hook(tmp_path, arguments):
     config = tfdist.RunConfig(tmp_path, cluster=Cluster())
     (name,) = arguments
+    estimator = tfdist.Estimator(model_fn, config)
     with pytest.raises(TypeError, match=f"Argument `{name}`"):
-        tfdist.Estimator(model_fn, config).train(endless, **arguments)
+        estimator.train(endless, **arguments)
+    if name == "hooks":
+        with pytest.raises(TypeError, match="Argument `hooks`"):
+            estimator.evaluate(endless, **arguments)
+
+
+def test_a_directory_instead_of_a_configuration(tmp_path):
+    estimator = tfdist.Estimator(model_fn, model_dir=tmp_path)
+    assert estimator.config == tfdist.RunConfig(tmp_path)
+    same = tfdist.Estimator(model_fn, estimator.config, model_dir=tmp_path)
+    assert same.model_dir == str(tmp_path)
+    with pytest.raises(ValueError, match="One of `model_dir` and `config`"):
+        tfdist.Estimator(model_fn)
+    with pytest.raises(ValueError, match=r"`config\.model_dir` differ"):
+        tfdist.Estimator(model_fn, estimator.config, model_dir="another")
 
 
 def test_input_fn_may_take_a_context(tmp_path):

@@ -155,6 +155,17 @@ def test_best_exporter_says_with_what_it_compares(model, tmp_path, caplog):
 
 
 @pytest.mark.usefixtures("light")
+def test_best_exporter_returns_what_a_dead_process_exported(model, tmp_path):
+    result = {"loss": 0.1, "global_step": 7}
+    first = BestExporter().export(model, str(tmp_path), result, False)
+    again = BestExporter().export(model, str(tmp_path), result, True)
+    assert again == first
+    later = {**result, "global_step": 8}
+    assert BestExporter().export(model, str(tmp_path), later, True) is None
+    assert list_exports(str(tmp_path)) == [first]
+
+
+@pytest.mark.usefixtures("light")
 def test_a_loss_that_is_no_number_is_never_the_best_for_long(model, tmp_path):
     losses = [{"loss": float("nan")}, {"loss": 9.0}, {"loss": float("nan")}]
     done = exported(BestExporter(), model, tmp_path, losses)
@@ -271,6 +282,11 @@ def test_bad_exports_to_keep(kind, keep):
 def test_bad_serving_model_fn():
     with pytest.raises(TypeError, match="`serving_model_fn` must be callable"):
         FinalExporter("a", serving_model_fn=3)
+
+
+def test_a_serving_model_fn_of_other_arguments_is_refused_before_training():
+    with pytest.raises(TypeError, match=r"is called with the trained model"):
+        FinalExporter("a", lambda: 3)
 
 
 @pytest.mark.parametrize(

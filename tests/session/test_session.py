@@ -14,7 +14,7 @@ from small_models import batches, local_loop, logistic
 from tfdist._tf.waiting import wait_for
 from tfdist.checkpoint import checkpoints
 from tfdist.cluster.spec import Cluster
-from tfdist.hooks.basic import StopAtStepHook
+from tfdist.hooks.basic import LoggingTensorHook, StopAtStepHook
 from tfdist.hooks.saving_hooks import CheckpointSaverHook
 from tfdist.hooks.session_run_hook import SessionRunArgs, SessionRunHook
 from tfdist.launch.testing import LocalCluster
@@ -389,6 +389,27 @@ def test_a_hook_asks_for_nothing(fetches):
     assert seen == [fetches]
 
 
+def test_a_hook_asks_for_a_tensor_which_no_step_changes():
+    hook = LoggingTensorHook({"loss": tf.constant(1.0)}, every_n_iter=1)
+    with pytest.raises(TypeError, match=r"name or a variable.*\['loss'\]"):
+        train(counted(), 1, [hook])
+
+
+def test_the_global_step_of_tensorflow_is_that_of_the_session():
+    """TF1's hooks fetch it; nothing would count it."""
+    theirs, seen = tf.compat.v1.train.get_or_create_global_step(), []
+
+    class Asking(SessionRunHook):
+        def before_run(self, run_context):
+            return SessionRunArgs([theirs])
+
+        def after_run(self, run_context, run_values):
+            seen.extend(run_values.results)
+
+    train(counted(), 3, [Asking()])
+    assert seen == [1, 2, 3]
+
+
 def test_a_hook_of_a_graph():
     """It is refused before training, rather than failing at the end."""
     theirs = tf.compat.v1.train.FinalOpsHook("loss")
@@ -487,6 +508,12 @@ def test_two_cadences(both, tmp_path):
 def test_no_trainable():
     with pytest.raises(TypeError, match=r"must return a tfdist\.Trainable"):
         MonitoredTrainingSession(lambda: 3)
+
+
+@pytest.mark.parametrize("argument", ["cluster", "strategy"])
+def test_arguments_of_another_type(argument):
+    with pytest.raises(TypeError, match=f"`{argument}` must be a "):
+        MonitoredTrainingSession(Trainable, **{argument: "mirrored"})
 
 
 @pytest.mark.parametrize("role", ["worker", "ps", "evaluator"])

@@ -1,10 +1,12 @@
 """Checks of common arguments."""
 
+import contextlib
 import importlib
+import inspect
 import numbers
 from collections.abc import Callable
 from types import UnionType
-from typing import Any
+from typing import Any, get_args
 
 _COUNTED = ("seed", "steps", "max", "workers", "staleness", "ahead")
 
@@ -66,19 +68,39 @@ def check_type(argument: str, value: Any, wanted: type | UnionType) -> None:
     TypeError: Argument `name` must be a str | None. Received: name=3.
     """
     if not isinstance(value, wanted):
-        name = getattr(wanted, "__name__", str(wanted))
-        ours = isinstance(wanted, type) and wanted.__module__ != "builtins"
+        kinds = get_args(wanted) or (wanted,)
+        names = [
+            "tfdist." * (kind.__module__ != "builtins") + kind.__name__
+            for kind in kinds
+        ]
+        name = " | ".join(names).replace("NoneType", "None")
         article = "an" if name.startswith("int") else "a"
         raise TypeError(
-            f"Argument `{argument}` must be {article} {'tfdist.' * ours}{name}."
-            f" Received: {argument}={value!r}."
+            f"Argument `{argument}` must be {article} {name}. "
+            f"Received: {argument}={value!r}."
         )
 
 
-def check_callable(argument: str, value: Any) -> None:
-    """Raises `TypeError` unless `value` can be called."""
+def check_callable(argument: str, value: Any, *given: str) -> None:
+    """Raises `TypeError` unless `value` can be called, with what is `given`.
+
+    >>> check_callable("f", lambda: 1, "a model")
+    Traceback (most recent call last):
+    TypeError: Argument `f` is called with a model. Received: a function of ().
+    """
     if not callable(value):
         raise TypeError(
             f"Argument `{argument}` must be callable. "
             f"Received: {argument}={value!r}."
         )
+    if not given:
+        return
+    with contextlib.suppress(ValueError):  # Not everything has a signature.
+        signature = inspect.signature(value)
+        try:
+            signature.bind(*given)
+        except TypeError as error:
+            raise TypeError(
+                f"Argument `{argument}` is called with {', '.join(given)}. "
+                f"Received: a function of {signature}."
+            ) from error

@@ -76,25 +76,13 @@ class _CannedEstimator(Estimator):
     ) -> None:
         head = self._make_head(**head_arguments)
         check_loss(weight_column, loss_reduction)
-        if config is None:
-            if model_dir is None:
-                raise ValueError(
-                    "One of `model_dir` and `config` must be given."
-                )
-            config = RunConfig(model_dir)
-        given = config.replace(model_dir=model_dir or config.model_dir)
-        if given.model_dir != config.model_dir:
-            raise ValueError(
-                "`model_dir` and `config.model_dir` differ: "
-                f"{model_dir!r} and {config.model_dir!r}. Give only one."
-            )
-        partitioner = partitioner or min_max_variable_partitioner(
-            max(config.cluster.num_ps, 1), min_slice_size=_LEAST_SHARD
-        )
 
         def model_fn() -> CannedModel:
+            shards = min_max_variable_partitioner(
+                max(self.config.cluster.num_ps, 1), min_slice_size=_LEAST_SHARD
+            )
             layers = [
-                layer_fn(units=head.units, partitioner=partitioner)
+                layer_fn(units=head.units, partitioner=partitioner or shards)
                 for layer_fn, _ in parts
             ]
             model = CannedModel(head, layers, weight_column, loss_reduction)
@@ -106,7 +94,7 @@ class _CannedEstimator(Estimator):
             model.compile(one or MultiOptimizer(optimizers))
             return model
 
-        super().__init__(model_fn, config, warm_start_from)
+        super().__init__(model_fn, config, warm_start_from, model_dir=model_dir)
 
 
 class _Linear(_CannedEstimator):

@@ -324,7 +324,11 @@ def look_up(
     As in TF, combiners other than "sum" ignore ids without a positive weight.
     """
     if isinstance(ids, tf.Tensor):
-        return table(tf.maximum(ids, 0), tf.cast(ids >= 0, tf.float32))
+        # Instead of a missing id, one that the batch looks up anyway: a lookup
+        # changes a row, even with a gradient of zero (momentum, decay).
+        other = tf.maximum(tf.reduce_max(ids), 0)
+        known = tf.where(ids >= 0, ids, other)
+        return table(known, tf.cast(ids >= 0, tf.float32))
     keep = ids.values >= 0
     if weights is None:
         return table(tf.sparse.retain(ids, keep))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import json
 import re
 from collections.abc import Mapping
@@ -68,6 +69,11 @@ def parse(variable: str, text: str) -> tuple[Jobs, str | None, Any]:
             'It must be a JSON object with the keys "cluster" and "task".',
             config,
         )
+    for key in config.keys() - {"cluster", "task"}:
+        for meant in difflib.get_close_matches(
+            key.lower(), ["cluster", "task"]
+        ):
+            raise wrong(f'A key must be spelled "{meant}".', key)
     jobs = by_index(_object(config, "cluster"), variable)
     own = _object(config, "task")
     return jobs, job_name(own.get("type"), variable), own.get("index")

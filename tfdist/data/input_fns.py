@@ -24,6 +24,8 @@ from tfdist.data.worker_context import WorkerContext, read_by_all
 
 InputFn = Callable[..., tf.data.Dataset]
 _TENSORS = tf.TensorSpec | tf.RaggedTensorSpec | tf.SparseTensorSpec
+# What the Estimator of TensorFlow passed to an input function, by name.
+_OF_ESTIMATOR = "mode", "params", "config"
 _MADE_OUTSIDE = (
     "uses a dataset that was made outside of it, in this process, which the "
     "workers of a cluster with parameter servers cannot read. Create the whole "
@@ -33,7 +35,15 @@ _MADE_OUTSIDE = (
 
 def takes_context(input_fn: InputFn) -> bool:
     """Whether an input function takes an `InputContext`."""
-    return takes_argument(input_fn, "input_fn", "an InputContext")
+    takes = takes_argument(input_fn, "input_fn", "an InputContext")
+    first, *_ = [*inspect.signature(input_fn).parameters, None]
+    if takes and first in _OF_ESTIMATOR:
+        raise ValueError(
+            f"Argument `input_fn` takes {first!r}, which TF 2.15's Estimator "
+            "passed. Here, its argument is a tf.distribute.InputContext. Bind "
+            f"it: `functools.partial(input_fn, {first}=...)`."
+        )
+    return takes
 
 
 def takes_argument(function: Callable, name: str, given: str) -> bool:

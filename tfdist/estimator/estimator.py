@@ -75,19 +75,39 @@ class Estimator:
             `train_step` is used if the strategy supports what it does, else
             refused (see `DIFFERS_FROM_FIT.md`). A custom `test_step` runs on
             the evaluator or chief, and on a cluster `predict_step` on workers.
-        config: The configuration.
+        config: The configuration. Default: `RunConfig(model_dir)`.
         warm_start_from: Where a new job takes its weights from: a checkpoint,
             a directory of checkpoints, or `WarmStartSettings`.
+        model_dir: Directory of the job, if `config` does not set one.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: neither `model_dir` nor `config` is given, or the two name
+            different directories.
     """
 
     def __init__(
         self,
         model_fn: ModelFn,
-        config: RunConfig,
+        config: RunConfig | None = None,
         warm_start_from: WarmStartSettings | str | os.PathLike | None = None,
+        *,
+        model_dir: str | None = None,
     ) -> None:
         check_model_fn(model_fn)
+        if config is None:
+            if model_dir is None:
+                raise ValueError(
+                    "One of `model_dir` and `config` must be given."
+                )
+            config = RunConfig(model_dir)
         check_type("config", config, RunConfig)
+        given = config.replace(model_dir=model_dir or config.model_dir)
+        if given.model_dir != config.model_dir:
+            raise ValueError(
+                "`model_dir` and `config.model_dir` differ: "
+                f"{model_dir!r} and {config.model_dir!r}. Give only one."
+            )
         self._warm_start = (
             None if warm_start_from is None else WarmStartHook(warm_start_from)
         )
@@ -267,7 +287,8 @@ class Estimator:
         Returns:
             A dictionary of metrics by name, including `loss` and `global_step`.
         """
-        spec = EvalSpec(input_fn, steps, name, tuple(hooks or ()))
+        given: Any = hooks
+        spec = EvalSpec(input_fn, steps, name, given)
         evaluator = Evaluator(
             self.model_fn,
             self.model_dir,

@@ -77,7 +77,9 @@ class Exporter:
                 f"'_', '-', '.'. Received: name={name!r}."
             )
         if serving_model_fn is not None:
-            check_callable("serving_model_fn", serving_model_fn)
+            check_callable(
+                "serving_model_fn", serving_model_fn, "the trained model"
+            )
         saved_models.check_format(format)
         self.name = name
         self._format = format
@@ -240,6 +242,24 @@ class BestExporter(LatestExporter):
                 f"{sorted(names - wanted)}."
             )
         self._compare_fn = compare_fn
+
+    def export(
+        self,
+        model: keras.Model,
+        export_path: str,
+        eval_result: Metrics,
+        is_the_final_export: bool,
+    ) -> str | None:
+        """Also returns the export of a process that ended before it said so."""
+        path = super().export(
+            model, export_path, eval_result, is_the_final_export
+        )
+        noted = results.read_json(os.path.join(export_path, _BEST_FILE))
+        has_step = "global_step" in eval_result
+        if path or not (has_step and noted):
+            return path
+        is_this = noted["best_eval_result"] == eval_result
+        return list_exports(export_path)[-1] if is_this else None
 
     def _is_due(self, export_path: str, result: Metrics, at_end: bool) -> bool:
         noted = results.read_json(os.path.join(export_path, _BEST_FILE))

@@ -62,7 +62,9 @@ def export_saved_model(
             pattern; `format="keras"` for a model without `get_config`.
     """
     if serving_model_fn is not None:
-        check_callable("serving_model_fn", serving_model_fn)
+        check_callable(
+            "serving_model_fn", serving_model_fn, "the trained model"
+        )
     check_format(format)
     storage.check_no_pattern(export_dir_base)
     assets_extra = checked_assets(assets_extra)

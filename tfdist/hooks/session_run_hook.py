@@ -345,6 +345,14 @@ def resolve(
                     f"Logs: {sorted(logs)}. Variables: {sorted(variables)}."
                 )
             fetch = variables[fetch]
+        if isinstance(fetch, tf.Tensor):
+            raise TypeError(
+                f"A fetch must be a name or a variable. Received: {fetch!r}, "
+                f"whose value never changes. Logs: {sorted(logs)}."
+            )
+        if getattr(fetch, "name", "") == "global_step:0":
+            # Of `tf.compat.v1.train.get_global_step`, which nothing counts.
+            fetch = variables.get("global_step", fetch)
         return tf.convert_to_tensor(fetch).numpy()
 
     return tf.nest.map_structure(value, fetches)

@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist._tf import storage
+from tfdist._tf.arguments import check_type
 from tfdist._tf.errors import summarize_error
 from tfdist.cluster import servers
 from tfdist.cluster.size import ClusterSize
@@ -158,7 +159,13 @@ class MonitoredTrainingSession(RecoverableSession):
         cluster: Cluster | None = None,
         strategy: tf.distribute.Strategy | None = None,
     ) -> None:
-        if cluster is not None and not cluster.is_distributed:
+        check_type("cluster", cluster, Cluster | None)
+        if isinstance(strategy, str):
+            raise TypeError(
+                "Argument `strategy` must be a tf.distribute.Strategy. "
+                f"Received: strategy={strategy!r}."
+            )
+        if cluster and not cluster.is_distributed:
             cluster = None
         if cluster and cluster.num_ps:
             check_is_chief(cluster)
