@@ -376,12 +376,12 @@ def a_dataset(job):
     assert_same(fit(job, data()), keras_fit())
 
 
-@case(refused="`steps_per_epoch` must be given, as")
+@case(refused="`steps_per_epoch` must be given, because")
 def endless_data_without_steps(job):
     fit(job, lambda: whole().repeat())
 
 
-@case(refused="`validation_steps` must be given, as")
+@case(refused="`validation_steps` must be given, because")
 def endless_validation_data(job):
     fit(job, whole, validation_data=lambda: whole().repeat())
 

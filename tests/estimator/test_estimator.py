@@ -504,6 +504,28 @@ def test_a_chief_that_is_started_after_the_others_ended(
     assert "Nothing is trained after step 12." in caplog.text
 
 
+def test_fit_that_is_started_after_the_others_ended(tmp_path):
+    def run(cluster, epochs=2):
+        return tfdist.fit(
+            model_fn,
+            batches,
+            batches,
+            epochs=epochs,
+            model_dir=str(tmp_path),
+            cluster=cluster,
+            session_creation_timeout_secs=2.0,
+        )
+
+    trained, _ = run(Cluster())
+    jobs = {"worker": free_addresses(2)}
+    cluster = Cluster.from_jobs(jobs, "worker", 0)
+    model, _ = run(cluster)
+    for found, wanted in zip(model.weights, trained.weights, strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    with pytest.raises(TimeoutError, match="worker:1"):
+        run(cluster, epochs=3)
+
+
 def test_a_damaged_checkpoint_is_named(trained, tmp_path):
     directory = shutil.copytree(trained.model_dir, tmp_path / "job")
     made = tfdist.Estimator(model_fn, tfdist.RunConfig(directory))

@@ -22,6 +22,7 @@ from tfdist.cluster.spec import Cluster
 from tfdist.cluster.strategies import multi_worker_strategy
 from tfdist.data import fit_data
 from tfdist.data.input_fns import takes_context, without_context
+from tfdist.estimator import results
 from tfdist.estimator.estimator import Estimator
 from tfdist.estimator.specs import EvalSpec, ModelFn, RunConfig, TrainSpec
 from tfdist.estimator.training import train_and_evaluate
@@ -165,7 +166,13 @@ def fit(
             # No dataset may be created before the processes are connected.
             size = ClusterSize(cluster, model_dir)
             secs = run.session_creation_timeout_secs
-            multi_worker_strategy(cluster, secs, size=size)
+            try:
+                multi_worker_strategy(cluster, secs, size=size)
+            except TimeoutError:
+                if not tf.io.gfile.exists(results.done_path(model_dir)):
+                    raise
+                # The others may have ended with the job: `train` knows.
+                run = run.replace(session_creation_timeout_secs=1)
         if steps_per_epoch is None and takes_context(once):
             raise ValueError(
                 "Argument `steps_per_epoch` must be given, since `train` takes "
@@ -198,11 +205,11 @@ def fit(
         given = keras.tree.flatten(callbacks or [])
         hook = KerasCallbackHook([*given, history], steps, eval_dir, epochs)
         train_spec = TrainSpec(endless, epochs * steps, (*(hooks or ()), hook))
-        results, _ = train_and_evaluate(estimator, train_spec, eval_spec)
+        metrics, _ = train_and_evaluate(estimator, train_spec, eval_spec)
         model = estimator.restored_model()
-    results = {**(results or {})}
-    step = results.pop("global_step", -1)
-    for name, value in results.items():
+    metrics = {**(metrics or {})}
+    step = metrics.pop("global_step", -1)
+    for name, value in metrics.items():
         # A callback stopped training mid-epoch; it was evaluated afterwards.
         if step > hook.evaluated_step:
             history.history.setdefault(f"val_{name}", []).append(value)
