@@ -36,8 +36,9 @@ A ps, or the chief, dies while a checkpoint is written: that checkpoint is lost,
   and the previous one is restored. After other failures, a checkpoint being
   written is completed first (60 s at most). (test_each_is_of_its_step[killed],
   test_it_is_waited_for_before_a_recovery, test_storage_that_never_answers)
-A checkpoint cannot be written: a warning says so at once. The error, raised
-  after a later step, is recovered from; its third occurrence ends training.
+A checkpoint cannot be written: a warning says so at once. The error is raised
+  after a later step: that of a full disk ends training, whereas unavailable
+  storage is recovered from, and ends it the third time.
   (test_its_error_ends_training, test_what_can_never_be_written_is_raised)
 A ps stays away, or a task is missing at the start: the session waits
   `max_wait_secs`, logs every ten seconds, then raises a `TimeoutError` that
