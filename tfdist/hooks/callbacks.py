@@ -17,15 +17,8 @@ import tensorflow as tf
 
 from tfdist._tf.arguments import check_positive
 from tfdist._tf.private_keras import assigned, resume_at
-from tfdist.hooks.callback_checks import (
-    Callback,
-    check_model,
-    check_writers,
-    monitored,
-    overrides,
-    reason_against,
-    without,
-)
+from tfdist.hooks import callback_checks as checks
+from tfdist.hooks.callback_checks import Callback, overrides, without
 from tfdist.hooks.events import ScalarReader
 from tfdist.hooks.session_run_hook import (
     RunContext,
@@ -134,7 +127,7 @@ class KerasCallbackHook(SessionRunHook):
                     "Argument `callbacks` must be a list of "
                     f"keras.callbacks.Callback. Received: {callback!r}."
                 )
-            if reason := reason_against(callback, eval_dir is not None):
+            if reason := checks.reason_against(callback, eval_dir is not None):
                 raise ValueError(
                     f"{type(callback).__name__} cannot run in tfdist's "
                     f"training loop. {reason}"
@@ -197,10 +190,10 @@ class KerasCallbackHook(SessionRunHook):
             each for each in self._given if not isinstance(each, not_here)
         ]
         for callback in self._callbacks:
-            check_model(callback, model)
+            checks.check_model(callback, model)
             callback.set_params(self._params)
             callback.set_model(model)
-            check_writers(callback)
+            checks.check_writers(callback)
             if _saves_by_batches(callback):
                 resume_at(callback, session.step, self._steps_per_epoch)
         self._step, self._epoch = session.step, -1
@@ -376,4 +369,4 @@ def _keeps_the_best(callback: Callback) -> bool:
     """Whether a callback keeps the best weights by a `val_` metric."""
     options = "save_best_only", "restore_best_weights"
     keeps = any(getattr(callback, option, False) for option in options)
-    return keeps and monitored(callback).startswith("val_")
+    return keeps and checks.monitored(callback).startswith("val_")

@@ -56,10 +56,15 @@ def make_early_stopping_hook(
     """
     del estimator
     check_callable("should_stop_fn", should_stop_fn)
-    return _StopHook(
-        should_stop_fn,
-        run_every_secs=run_every_secs,
-        run_every_steps=run_every_steps,
+
+    class StopHook(TimedHook):
+        def on_trigger(self, context: RunContext, logs: Logs) -> None:
+            if should_stop_fn():
+                _log.info("Stopping early, at step %d.", context.session.step)
+                context.request_stop()
+
+    return StopHook(
+        run_every_secs=run_every_secs, run_every_steps=run_every_steps
     )
 
 
@@ -164,19 +169,6 @@ def stop_if_no_decrease_hook(
     stops = functools.partial(_stalls, operator.lt, max_steps_without_decrease)
     metric = estimator, metric_name, eval_dir, min_steps
     return _metric_hook(stops, *metric, run_every_secs, run_every_steps)
-
-
-class _StopHook(TimedHook):
-    def __init__(
-        self, should_stop_fn: Callable[[], bool], **cadence: Any
-    ) -> None:
-        super().__init__(**cadence)
-        self._should_stop_fn = should_stop_fn
-
-    def on_trigger(self, context: RunContext, logs: Logs) -> None:
-        if self._should_stop_fn():
-            _log.info("Stopping early, at step %d.", context.session.step)
-            context.request_stop()
 
 
 def _metric_hook(
