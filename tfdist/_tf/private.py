@@ -214,15 +214,6 @@ def stop_coordinator(coordinator: ClusterCoordinator) -> None:
         worker.executor.clear_error()
 
 
-def coordinator_has_ended(coordinator: ClusterCoordinator, secs: float) -> bool:
-    """Whether a stopped coordinator has left C++ code, so another can start."""
-    lock = coordinator._cluster.failure_handler._cluster_update_lock
-    ended = lock.acquire(timeout=secs)
-    if ended:
-        lock.release()
-    return ended
-
-
 def set_cluster_value(key: str, value: str) -> None:
     """Writes a value, once, for all processes of an all-reduce job to read."""
     context.context().set_config_key_value(f"tfdist/{key}", value)

@@ -23,13 +23,16 @@ from tfdist._tf.private import ClusterCoordinator
 
 
 @contextlib.contextmanager
-def locked_workers(coordinator: ClusterCoordinator) -> Iterator[bool]:
+def locked_workers(
+    coordinator: ClusterCoordinator, secs: float = 0.0
+) -> Iterator[bool]:
     """Yields whether all workers are connected; if so, keeps that unchanged.
 
-    If one has died, a thread waits for it in C++ code, and holds the lock.
+    If one has died, a thread waits for it in C++ code, and holds the lock: this
+    waits for that thread, for at most `secs`.
     """
     lock = coordinator._cluster.failure_handler._cluster_update_lock
-    free = lock.acquire(blocking=False)
+    free = lock.acquire(timeout=secs)
     try:
         yield free
     finally:

@@ -21,16 +21,11 @@ from tfdist._tf.private_positions import (
     OtherDatasetError,
     restore_position,
 )
+from tfdist.checkpoint import names
 from tfdist.checkpoint.held import HeldValues, can_hold
-from tfdist.checkpoint.names import (
-    changed_slots,
-    optional_names,
-    other_dtypes,
-    saved_shapes,
-    values_of,
-)
 from tfdist.checkpoint.names import load_variable as load_variable
 from tfdist.checkpoint.names import named_variables as named_variables
+from tfdist.checkpoint.names import saved_shapes as saved_shapes
 from tfdist.checkpoint.names import step_of as step_of
 from tfdist.training.finite import FiniteCheck, NonFiniteVariablesError
 
@@ -93,7 +88,7 @@ class Checkpoints:
     ) -> None:
         _newest(directory)  # Raises if the list is damaged.
         self._directory = directory
-        self._variables = variables = values_of(variables)
+        self._variables = variables = names.values_of(variables)
         self._keep = {
             "max_to_keep": max_to_keep or None,
             "keep_checkpoint_every_n_hours": keep_every_n_hours,
@@ -219,12 +214,12 @@ class Checkpoints:
         return path
 
     def _check_finite(self, step: int) -> None:
-        names = self._finite.not_finite() if self._finite else []
-        if names:
+        found = self._finite.not_finite() if self._finite else []
+        if found:
             raise NonFiniteVariablesError(
-                f"At step {step} {len(names)} of {len(self._variables)} "
+                f"At step {step} {len(found)} of {len(self._variables)} "
                 f"variables hold NaN or infinite values: "
-                f"{', '.join(names[:20])}. They are not saved; the last good "
+                f"{', '.join(found[:20])}. They are not saved; the last good "
                 f"checkpoint is {self.latest}. Look for NaN among the "
                 "features, and for a learning rate that is too large. To save "
                 "such values nevertheless, set `check_numerics=False`."
@@ -397,9 +392,9 @@ def restore(
     >>> float(empty)
     1.0
     """
-    saved, variables = saved_shapes(path), values_of(variables)
-    others = changed_slots(saved, variables) if exact else set()
-    left = others | optional_names(saved, variables)
+    saved, variables = saved_shapes(path), names.values_of(variables)
+    others = names.changed_slots(saved, variables) if exact else set()
+    left = others | names.optional_names(saved, variables)
     variables = {n: v for n, v in variables.items() if n not in left}
     saved = {n: shape for n, shape in saved.items() if n not in left}
     problems = [
@@ -409,7 +404,7 @@ def restore(
         for name, v in variables.items()
         if name not in saved or not v.shape.is_compatible_with(saved[name])
     ]
-    problems += other_dtypes(path, variables)
+    problems += names.other_dtypes(path, variables)
     problems += [
         f"  {name}: missing in the model, shape {tuple(shape)} in the "
         "checkpoint"

@@ -142,7 +142,7 @@ def forward_and_back(
         parts = _split(found, num_parts)
     for (replica, k), part in zip(order, parts, strict=True):
         for copy in reversed(replica):
-            part = copy.backward(k, part)
+            part = copy.backward.pop(k)(part)
     copies = list(zip(*replicas, strict=True))  # Per stage.
     pairs = zip(copies, values, strict=True)
     losses = [x for own in copies for copy in own for x in copy.losses]
@@ -190,10 +190,11 @@ class _StageCopy:
         # Gradients of the weights, summed so far.
         self.gradients: list[Gradient] = [None] * len(stage.weights)
         self.losses: list[tf.Tensor] = []  # Losses added by layers.
-        self._backward: dict[int, Callable] = {}
+        # By micro-batch: maps gradients of the outputs to those of the inputs.
+        self.backward: dict[int, Callable] = {}
 
     def forward(self, micro_batch: int, inputs: Any) -> Any:
-        """Runs the forward pass of a micro-batch."""
+        """Runs the forward pass of a micro-batch; prepares the backward one."""
         stage = self.stage
         work = dataclasses.replace(self._work, micro_batch=micro_batch)
         weights = self.values[: len(stage.weights)]
@@ -239,14 +240,8 @@ class _StageCopy:
             )
             return of_inputs
 
-        self._backward[micro_batch] = backward
+        self.backward[micro_batch] = backward
         return outputs
-
-    def backward(
-        self, micro_batch: int, gradients: list[Gradient]
-    ) -> list[Gradient]:
-        """Runs the backward pass, from output gradients to input gradients."""
-        return self._backward.pop(micro_batch)(gradients)
 
 
 def _other_seed(state: tf.Tensor, replica: int) -> tf.Tensor:

@@ -232,12 +232,8 @@ def _by_id(
 
 def _variable(dtype: str | tf.DType) -> tf.Variable:
     """A variable for tensors of any shape."""
-    return tf.Variable(
-        tf.zeros([0], dtype),
-        trainable=False,
-        validate_shape=False,
-        shape=tf.TensorShape(None),
-    )
+    nothing, any_shape = tf.zeros([0], dtype), tf.TensorShape(None)
+    return tf.Variable(nothing, trainable=False, shape=any_shape)
 
 
 def _check(update: Update) -> None:

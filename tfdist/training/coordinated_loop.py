@@ -239,8 +239,10 @@ class CoordinatedLoop(Loop):
 
     def has_ended(self) -> bool:
         """See `Loop.has_ended`."""
+        # No coordinator can start while a thread of this one is in C++ code.
         coordinator = self._workers.coordinator
-        return private.coordinator_has_ended(coordinator, _END_SECS)
+        with private_workers.locked_workers(coordinator, _END_SECS) as ended:
+            return ended
 
     def _all_exhausted(self) -> bool:
         return all(state.is_exhausted for state in self._states)

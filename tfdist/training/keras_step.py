@@ -17,11 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist._tf.private_checkpoints import Saveable
-from tfdist.training.compiled_model import (
-    checked_model,
-    refuse_new_variables,
-    refuse_unlisted,
-)
+from tfdist.training import compiled_model
 from tfdist.training.forward import draws
 from tfdist.training.metrics import States, flat_floats
 from tfdist.training.own_step import checked_logs, with_others
@@ -56,7 +52,7 @@ class KerasStep:
         *,
         global_step: tf.Variable | None = None,
     ) -> None:
-        self.model = checked_model(model)
+        self.model = compiled_model.checked_model(model)
         self.single_steps = False
         self._global_step = global_step
         self._shapes: Any = {}
@@ -71,10 +67,11 @@ class KerasStep:
             self._used = traced.variables
             # Steps of one dispatch might draw the same random numbers.
             self.single_steps = bool(draws(traced.graph))
-            refuse_new_variables(model, before)
+            compiled_model.refuse_new_variables(model, before)
             own = {id(v.value) for v in model.variables}
             others = [v for v in self._used if id(v) not in own]
-            refuse_unlisted(model, [v.handle for v in others if v.trainable])
+            handles = [v.handle for v in others if v.trainable]
+            compiled_model.refuse_unlisted(model, handles)
 
     def variables(self, named: Mapping[str, Saveable]) -> dict[str, Saveable]:
         """All that a checkpoint stores: `named`, other slots, and seeds."""

@@ -11,11 +11,7 @@ import keras
 import tensorflow as tf
 
 from tfdist._tf import private_keras
-from tfdist.training.compiled_model import (
-    forward_pass,
-    on_own_thread,
-    specs,
-)
+from tfdist.training import compiled_model
 from tfdist.training.forward import Forward
 from tfdist.training.layout import Layout, is_seed
 from tfdist.training.own_step import OwnStep
@@ -69,14 +65,14 @@ class Passes:
 
     def forward(self, mode: str, batch: Any) -> Forward:
         """The graph of a pass over batches like `batch`, or with that spec."""
-        spec = specs(batch)
+        spec = compiled_model.specs(batch)
         flat = tf.nest.flatten(spec, expand_composites=True)
         key = mode, repr([(s.shape, s.dtype) for s in flat])
         if key in self._forwards:
             return self._forwards[key]
         for _ in range(_TRACES):
             # In `tf.init_scope` no tape would record.
-            forward = on_own_thread(self._traced, mode, spec)
+            forward = compiled_model.on_own_thread(self._traced, mode, spec)
             own = [*self._model.variables, *self.seeds, *self.metrics]
             known = {id(v) for v in own}
             others = [v for v in forward.updated if id(v) not in known]
@@ -139,7 +135,9 @@ class Passes:
             if self._own is not None:
                 with self._sums.watch_tapes():
                     return self._own.trace(batch)
-            loss, results = forward_pass(model, batch, mode == TRAINING)
+            loss, results = compiled_model.forward_pass(
+                model, batch, mode == TRAINING
+            )
             self._sums.check(loss)
             return results
 

@@ -13,16 +13,11 @@ import tensorflow as tf
 from tfdist._tf.private_keras import is_synchronized
 from tfdist.data.input_fns import InputFn
 from tfdist.data.input_wait import TimedIterator
+from tfdist.training import loop
 from tfdist.training.aggregation import Accumulators, Contribution
 from tfdist.training.compiled_model import check_sums
 from tfdist.training.coordinated_loop import CoordinatedLoop
-from tfdist.training.loop import (
-    EndOfInput,
-    Watch,
-    metrics_from_states,
-    run_steps,
-    unwatched,
-)
+from tfdist.training.loop import EndOfInput, Watch, unwatched
 from tfdist.training.step import ModelStep
 
 _log = logging.getLogger(__name__)
@@ -96,13 +91,13 @@ class SynchronousLoop(CoordinatedLoop):
         total: Any = 0.0
         for _ in range(num_steps):
             if not self._gather(watch):
-                raise EndOfInput(metrics_from_states(total, self._step))
+                raise EndOfInput(loop.metrics_from_states(total, self._step))
             sizes = np.zeros(self._workers.num_workers, np.float32)
             for worker, packed in self._found.items():
                 total, sizes[worker] = total + packed, packed[1]
             self._update(sizes, self._applied)
             self._applied += 1
-        return metrics_from_states(total, self._step)
+        return loop.metrics_from_states(total, self._step)
 
     def wait_for_steps(self, watch: Watch = unwatched) -> None:
         """See `Loop.wait_for_steps`; no update is pending between runs."""
@@ -158,7 +153,7 @@ class SynchronousLoop(CoordinatedLoop):
     ) -> tf.Tensor:
         fence = self._generations.fence(generation)
         own = Contribution(self._accumulators, *contribution)
-        return run_steps(
+        return loop.run_steps(
             self._step, num_steps, iterator, first_step, fence, own
         )
 
