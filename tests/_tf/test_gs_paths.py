@@ -195,7 +195,8 @@ from tfdist.estimator.evaluator import Evaluator
 
 directory = "gs://bucket/job"
 estimator = tfdist.Estimator(logistic, tfdist.RunConfig(directory))
-evaluator = Evaluator(logistic, directory, tfdist.EvalSpec(batches))
+config = tfdist.RunConfig(directory)
+evaluator = Evaluator(logistic, config, tfdist.EvalSpec(batches))
 for act in (
     lambda: estimator.train(batches, max_steps=1),
     lambda: evaluator.run_continuously(1),

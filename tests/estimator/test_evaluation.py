@@ -91,7 +91,8 @@ def job(tmp_path):
 
 def evaluator_of(job, input_fn=input_fn, model_fn=model_fn, **kwargs):
     spec = {"steps": None, "start_delay_secs": 0, "throttle_secs": 0, **kwargs}
-    return Evaluator(model_fn, job.dir, tfdist.EvalSpec(input_fn, **spec))
+    config = tfdist.RunConfig(job.dir)
+    return Evaluator(model_fn, config, tfdist.EvalSpec(input_fn, **spec))
 
 
 def evaluator_task(job, max_steps, **kwargs):

@@ -24,13 +24,8 @@ from tfdist.checkpoint import checkpoints
 from tfdist.cluster import servers
 from tfdist.cluster.peers import Peers
 from tfdist.cluster.strategies import SYNCHRONOUS, check_tpu, group_of
-from tfdist.data.input_fns import (
-    InputFn,
-    named,
-    takes_context,
-    unnamed,
-    with_context,
-)
+from tfdist.data import input_fns
+from tfdist.data.input_fns import InputFn
 from tfdist.data.worker_context import GroupContext
 from tfdist.estimator import results
 from tfdist.estimator.specs import ModelFn, RunConfig
@@ -92,8 +87,8 @@ def build(
     if config.strategy_name == "multi_worker_mirrored":
         dataset, context = _same_as_others(model_fn, config, strategy, input_fn)
     else:
-        dataset = with_context(input_fn)(context)
-    with named(input_fn):
+        dataset = input_fns.with_context(input_fn)(context)
+    with input_fns.named(input_fn):
         global_step, model = create_variables(
             model_fn, config, strategy, dataset.element_spec
         )
@@ -168,7 +163,7 @@ def create_variables(
     """Creates the step counter, on the first ps as in TF1, and the model."""
 
     def made() -> keras.Model:
-        with unnamed():
+        with input_fns.unnamed():
             model = model_fn()
         return compiled_model.checked_model(model, element_spec, targets)
 
@@ -178,13 +173,10 @@ def create_variables(
         specs = describe(made)
     if isinstance(placement, str):
         placement = placement_by_name(placement, specs, num_ps or 1)
+    first = tf.VariableAggregation.ONLY_FIRST_REPLICA
     with placed_scope(strategy, num_ps=num_ps):
         global_step = tf.Variable(
-            0,
-            dtype=tf.int64,
-            trainable=False,
-            name="global_step",
-            aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
+            np.int64(0), trainable=False, name="global_step", aggregation=first
         )
     scope = placed_scope(
         strategy, num_ps=num_ps, placement=placement, specs=specs
@@ -258,7 +250,7 @@ def _step_and_loop(
         return step, make(
             step,
             global_step,
-            with_context(input_fn),
+            input_fns.with_context(input_fn),
             strategy=strategy,
             num_workers=servers.num_connected("worker"),
             steps_per_dispatch=per_dispatch,
@@ -275,7 +267,7 @@ def _step_and_loop(
             dataset,
             strategy=strategy,
             replicas=replicas,
-            own_batches=takes_context(input_fn),
+            own_batches=input_fns.takes_context(input_fn),
             context=context,
             steps_per_dispatch=per_dispatch,
         )
@@ -298,7 +290,7 @@ def _same_as_others(
     """
     group = group_of(strategy)
     peers, tasks = Peers(group), list(group.addresses())
-    index, own = tasks.index(peers.name), takes_context(input_fn)
+    index, own = tasks.index(peers.name), input_fns.takes_context(input_fn)
     seed = given = _seed(config)
     if given is None:
         seed = random.SystemRandom().randrange(1 << 30)
@@ -321,7 +313,7 @@ def _same_as_others(
     replicas = len(strategy.extended.worker_devices)
     program = {"number of replicas": str(replicas)}
     with peers.failing_together():
-        dataset = with_context(input_fn)(context)
+        dataset = input_fns.with_context(input_fn)(context)
         if not own:
             options = tf.data.Options()
             options.deterministic = True  # Or the orders would differ.

@@ -9,14 +9,9 @@ from typing import Any
 from tfdist._tf.private_keras import replaces_fit
 from tfdist.data.input_fns import InputFn
 from tfdist.estimator.specs import RunConfig
-from tfdist.hooks import summary_hooks
+from tfdist.hooks import saving_hooks, summary_hooks
 from tfdist.hooks.basic import NanTensorHook, StopAtStepHook
 from tfdist.hooks.progress import ProgressHook, UnreadDataHook
-from tfdist.hooks.saving_hooks import (
-    CheckpointSaverHook,
-    CheckpointSaverListener,
-    saver_of,
-)
 from tfdist.hooks.session_run_hook import Session, SessionRunHook
 
 _log = logging.getLogger(__name__)
@@ -26,7 +21,7 @@ def chief_hooks(
     config: RunConfig,
     input_fn: InputFn,
     max_steps: int | None,
-    listeners: Sequence[CheckpointSaverListener],
+    listeners: Sequence[saving_hooks.CheckpointSaverListener],
     hooks_of_user: Sequence[SessionRunHook] = (),
 ) -> list[SessionRunHook]:
     """Returns all of the chief's own hooks.
@@ -64,11 +59,11 @@ def chief_hooks(
     if max_steps is not None:
         hooks.append(StopAtStepHook(last_step=max_steps))
         hooks[-1].warns = False  # `_LogStart` does.
-    saver = saver_of(config.model_dir, hooks_of_user)
+    saver = saving_hooks.saver_of(config.model_dir, hooks_of_user)
     if saver:
         saver.add_listeners(listeners)
     elif config.saves_checkpoints:
-        saver = CheckpointSaverHook(
+        saver = saving_hooks.CheckpointSaverHook(
             config.model_dir,
             config.save_checkpoints_secs or None,
             config.save_checkpoints_steps or None,

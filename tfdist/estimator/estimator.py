@@ -25,15 +25,7 @@ from tfdist.cluster.spec import runs_in_its_cluster
 from tfdist.cluster.strategies import local_strategy
 from tfdist.data import audit, input_fns
 from tfdist.data.input_fns import InputFn
-from tfdist.estimator import results
-from tfdist.estimator.building import (
-    build,
-    check_model_fn,
-    fill,
-    make_model,
-    seed_initializers,
-    trained_element_spec,
-)
+from tfdist.estimator import building, results
 from tfdist.estimator.chief_hooks import chief_hooks
 from tfdist.estimator.evaluator import Evaluator
 from tfdist.estimator.on_workers import RemoteForward
@@ -94,7 +86,7 @@ class Estimator:
         *,
         model_dir: str | None = None,
     ) -> None:
-        check_model_fn(model_fn)
+        building.check_model_fn(model_fn)
         if config is None:
             if model_dir is None:
                 raise ValueError(
@@ -179,7 +171,7 @@ class Estimator:
         check_at_least("steps", steps, 1)
         given: Any = hooks, saving_listeners
         spec, config = TrainSpec(input_fn, max_steps, *given), self.config
-        seed_initializers(config)
+        building.seed_initializers(config)
         storage.check_writable(self.model_dir)
         self._audit(input_fn)
         if steps is not None:
@@ -194,7 +186,9 @@ class Estimator:
         local = self._local_strategy()
         try:
             session = MonitoredTrainingSession(
-                lambda scope: build(self.model_fn, config, scope, input_fn),
+                lambda scope: building.build(
+                    self.model_fn, config, scope, input_fn
+                ),
                 checkpoint_dir=self.model_dir,
                 hooks=[*own, *hooks],
                 save_checkpoint_secs=None,
@@ -289,13 +283,8 @@ class Estimator:
         """
         given: Any = hooks
         spec = EvalSpec(input_fn, steps, name, given)
-        evaluator = Evaluator(
-            self.model_fn,
-            self.model_dir,
-            spec,
-            self.config.summary_dir,
-            self._warm_start,
-        )
+        warm_start = self._warm_start
+        evaluator = Evaluator(self.model_fn, self.config, spec, warm_start)
         path = checkpoint_path or self.latest_checkpoint()
 
         def on_workers(batches: tf.data.Dataset) -> dict[str, float]:
@@ -432,10 +421,12 @@ class Estimator:
         `element_spec` is used to build it if needed; default: training's.
         """
         if element_spec is None:
-            element_spec = trained_element_spec(self.model_dir)
-        model, is_given = make_model(self.model_fn, element_spec, targets)
+            element_spec = building.trained_element_spec(self.model_dir)
+        model, is_given = building.make_model(
+            self.model_fn, element_spec, targets
+        )
         with results.reading(path):
-            fill(model, path, self._warm_start)
+            building.fill(model, path, self._warm_start)
         if not (path or self._warm_start or is_given):
             results.warn_of_untrained(self.model_dir)
         return model
@@ -459,7 +450,6 @@ class Estimator:
 
 
 def _chosen(outputs: Any, keys: Sequence[str] | str) -> dict[str, Any]:
-    """Returns the requested entries of a model's output."""
     keys = [keys] if isinstance(keys, str) else keys
     names = sorted(outputs) if isinstance(outputs, Mapping) else []
     if not set(keys) <= set(names):

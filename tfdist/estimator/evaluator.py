@@ -37,7 +37,7 @@ from tfdist.data.input_fns import check_batches, named, without_context
 from tfdist.estimator import results, saved_models
 from tfdist.estimator.evaluation import Evaluation
 from tfdist.estimator.results import DamagedCheckpointError
-from tfdist.estimator.specs import EvalSpec, ModelFn
+from tfdist.estimator.specs import EvalSpec, ModelFn, RunConfig
 from tfdist.estimator.warm_start import WarmStartHook
 from tfdist.hooks.events import event_file
 from tfdist.training.compiled_model import overrides
@@ -64,17 +64,17 @@ class Evaluator:
     def __init__(
         self,
         model_fn: ModelFn,
-        model_dir: str,
+        config: RunConfig,
         spec: EvalSpec,
-        summary_dir: str | None = None,
         warm_start: WarmStartHook | None = None,
     ) -> None:
         self.spec = spec
-        self._model_dir = model_dir
+        self._model_dir = config.model_dir
         self._evaluation = Evaluation(model_fn, spec, warm_start)
-        self.eval_dir = results.eval_dir(model_dir, spec.name)
+        self.eval_dir = results.eval_dir(self._model_dir, spec.name)
         self._result_path = os.path.join(self.eval_dir, results.RESULT_FILE)
-        self._summaries = results.eval_dir(summary_dir or model_dir, spec.name)
+        directory = config.summary_dir or config.model_dir
+        self._summaries = results.eval_dir(directory, spec.name)
         self._element_spec: Any = None  # Until the dataset has been created.
         self.evaluated: str | None = None
         self.result: dict[str, Any] = {}

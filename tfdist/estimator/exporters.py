@@ -174,8 +174,7 @@ def loss_smaller(
     >>> loss_smaller({"loss": 0.5}, {"loss": 0.5})
     False
 
-    Raises:
-        ValueError: one of the results has no loss.
+    Raises ValueError if one of the results has no loss.
     """
     for name, result in (
         ("best_eval_result", best_eval_result),

@@ -48,16 +48,12 @@ class RemoteForward:
         with contextlib.ExitStack() as started:
             started.callback(servers.release_again, self._cluster)
             spec = dataset.element_spec
-            global_step, model = create_variables(
+            counter, model = create_variables(
                 self._model_fn, self._config, self._strategy, spec, metrics
             )
             fill(model, *self._weights)
             step = ModelStep(
-                model,
-                spec,
-                global_step=global_step,
-                remote=True,
-                metrics=metrics,
+                model, spec, global_step=counter, remote=True, metrics=metrics
             )
             health = HealthMonitor(self._cluster)
             started.callback(health.stop)

@@ -312,7 +312,5 @@ def _parse(serving: Serving, strings: tf.Tensor) -> Tensors:
     """Parses serialized examples into features of the model's dtypes."""
     assert serving.examples is not None  # Else no signature takes strings.
     parsed = tf.io.parse_example(strings, dict(serving.examples))
-    return {
-        name: tf.cast(value, serving.inputs[name].dtype)
-        for name, value in parsed.items()
-    }
+    inputs = serving.inputs
+    return {n: tf.cast(x, inputs[n].dtype) for n, x in parsed.items()}

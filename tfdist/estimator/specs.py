@@ -186,12 +186,9 @@ class RunConfig:
             )
         object.__setattr__(self, "save_checkpoints_steps", steps)
         object.__setattr__(self, "save_checkpoints_secs", secs)
-        for name, wanted in (
-            ("cluster", Cluster),
-            ("audit_input", bool | None),
-            ("check_numerics", bool),
-        ):
-            check_type(name, getattr(self, name), wanted)
+        check_type("cluster", self.cluster, Cluster)
+        check_type("audit_input", self.audit_input, bool | None)
+        check_type("check_numerics", self.check_numerics, bool)
         for name, least in (
             ("tf_random_seed", 0),
             ("save_summary_steps", 0),

@@ -117,10 +117,7 @@ def train_and_evaluate(
         return None, []
     evaluator = result = None
     if eval_spec:
-        summary_dir = estimator.config.summary_dir
-        evaluator = Evaluator(
-            estimator.model_fn, estimator.model_dir, eval_spec, summary_dir
-        )
+        evaluator = Evaluator(estimator.model_fn, estimator.config, eval_spec)
     if cluster.role != "evaluator":
         result = _train_and_evaluate(estimator, train_spec, evaluator)
         if on_ps:
@@ -143,8 +140,7 @@ def _train_and_evaluate(
     hooks, listeners = [*train_spec.hooks], [*train_spec.saving_listeners]
     if evaluator and not separate:
         evaluator.begin()
-        # Creating a dataset may run TensorFlow ops, which is not allowed before
-        # the processes of an all-reduce job are connected.
+        # A dataset may run ops: not before all-reduce has connected its tasks.
         if config.strategy_name != "multi_worker_mirrored":
             evaluator.check_ends()
         has_workers = config.strategy_name == "ps"
