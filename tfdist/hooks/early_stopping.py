@@ -15,12 +15,7 @@ from typing import Any
 
 from tfdist._tf.arguments import check_callable
 from tfdist.hooks.events import ScalarReader
-from tfdist.hooks.session_run_hook import (
-    Logs,
-    RunContext,
-    SessionRunHook,
-    TimedHook,
-)
+from tfdist.hooks.session_run_hook import RunContext, SessionRunHook, TimedHook
 
 _log = logging.getLogger(__name__)
 _Compare = Callable[[float, float], bool]
@@ -58,7 +53,7 @@ def make_early_stopping_hook(
     check_callable("should_stop_fn", should_stop_fn)
 
     class StopHook(TimedHook):
-        def on_trigger(self, context: RunContext, logs: Logs) -> None:
+        def on_trigger(self, context: RunContext, logs: Any) -> None:
             if should_stop_fn():
                 _log.info("Stopping early, at step %d.", context.session.step)
                 context.request_stop()

@@ -19,21 +19,10 @@ from tfdist.cluster.size import ClusterSize
 from tfdist.cluster.spec import Cluster
 from tfdist.cluster.strategies import check_is_chief
 from tfdist.cluster.termination import TERMINATED
+from tfdist.hooks import saving_hooks, session_run_hook
 from tfdist.hooks.basic import NanTensorHook
-from tfdist.hooks.saving_hooks import (
-    DEFAULT_SAVE_SECS,
-    USE_DEFAULT,
-    CheckpointSaverHook,
-    saver_of,
-)
-from tfdist.hooks.session_run_hook import (
-    Hook,
-    HookRunner,
-    begin_all,
-    steps_allowed,
-    wants_every_step,
-    warn_of_single_steps,
-)
+from tfdist.hooks.saving_hooks import USE_DEFAULT, CheckpointSaverHook
+from tfdist.hooks.session_run_hook import Hook, HookRunner, wants_every_step
 from tfdist.hooks.summary_hooks import StepCounterHook, SummarySaverHook
 from tfdist.session import recovery
 from tfdist.session.recoverable import RecoverableSession
@@ -177,13 +166,14 @@ class MonitoredTrainingSession(RecoverableSession):
         hooks, saver = [*(hooks or ())], None
         if is_chief:  # In TF1's order.
             all_hooks += chief_only_hooks or ()
-            saver = saver_of(checkpoint_dir, [*all_hooks, *hooks])
+            saver = saving_hooks.saver_of(checkpoint_dir, [*all_hooks, *hooks])
             summary_dir = os.fspath(summary_dir or checkpoint_dir or "")
             summaries = _cadence(
                 save_summaries_secs, save_summaries_steps, save_steps=100
             )
             secs, steps = save_checkpoint_secs, save_checkpoint_steps
-            saves = _cadence(secs, steps, save_secs=DEFAULT_SAVE_SECS)
+            default = saving_hooks.DEFAULT_SAVE_SECS
+            saves = _cadence(secs, steps, save_secs=default)
             if summary_dir and log_step_count_steps:
                 every = log_step_count_steps
                 all_hooks.append(StepCounterHook(every, output_dir=summary_dir))
@@ -200,7 +190,7 @@ class MonitoredTrainingSession(RecoverableSession):
                 all_hooks.append(saver)
         all_hooks += hooks
         all_hooks.sort(key=lambda hook: not isinstance(hook, NanTensorHook))
-        begin_all(all_hooks)
+        session_run_hook.begin_all(all_hooks)
         if cluster and cluster.num_ps:
             servers.refuse_second_chief(cluster)
         super().__init__(
@@ -230,7 +220,7 @@ class MonitoredTrainingSession(RecoverableSession):
             _log.warning("The step runs on the chief: workers do not train.")
         if runs_many and not self._follows and not self._stop:
             for kind in {type(h) for h in self.hooks if wants_every_step(h)}:
-                warn_of_single_steps(
+                session_run_hook.warn_of_single_steps(
                     kind.__name__,
                     "To avoid this, add a method `steps_until_next(step)` that "
                     "returns the steps until the next call (None: any number).",
@@ -428,7 +418,7 @@ class MonitoredTrainingSession(RecoverableSession):
         most = max(100, int(self._steps_per_sec * _CHUNK_SECS))
         if self._health and (self._failures.count or not self._steps_per_sec):
             most = 1  # The first step shows whether everything works.
-        return steps_allowed(self.hooks, step, most)
+        return session_run_hook.steps_allowed(self.hooks, step, most)
 
     def _tell_failure(self, error: BaseException | None) -> None:
         """Ends the followers, too, which would wait for the leader.

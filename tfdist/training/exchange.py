@@ -23,12 +23,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfdist._tf.private import accessed
-from tfdist.embeddings import lookups
-from tfdist.embeddings.growing import (
-    requested_keys,
-    rows_at,
-    serialized_updates,
-)
+from tfdist.embeddings import growing, lookups
 from tfdist.embeddings.routing import Group, Route, stacked
 from tfdist.training import optimizers
 from tfdist.training.fence import Fence
@@ -122,7 +117,8 @@ def pull(layout: Layout, found: Lookups, requests: Requests) -> Parameters:
             whole = [layout.reads[i].value for i in server.reads]
             read = [tf.convert_to_tensor(value) for value in whole]
             for g, shards in server.shards.items():
-                own, ids = rows_at(server.growing.get(g, shards), *asked[g])
+                held = server.growing.get(g, shards)
+                own, ids = growing.rows_at(held, *asked[g])
                 read.append(own)
                 asked[g] = asked[g]._replace(ids=ids)
         if layout.remote:
@@ -241,7 +237,7 @@ def push(
                 apply, *(layout, server, sent[:num], sent[num:], updates, asked)
             )
             shards = itertools.chain(*server.shards.values())
-            serialized_updates(shards, update, after=sent)
+            growing.serialized_updates(shards, update, after=sent)
     return arrived, requests
 
 
@@ -326,8 +322,8 @@ def apply(
             add(layout.reads[i].value, value)
     for (g, shards), rows in zip(server.trained.items(), sent, strict=True):
         own, (ids, counts) = found[layout.groups[g].part], asked[g]
-        if growing := server.growing.get(g):
-            own.append((growing, rows, requested_keys(ids, counts)))
+        if traced := server.growing.get(g):
+            own.append((traced, rows, growing.requested_keys(ids, counts)))
         else:
             gradients = tf.split(rows, counts, num=len(shards))
             own += zip(shards, gradients, ids, strict=True)
