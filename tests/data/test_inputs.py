@@ -387,7 +387,7 @@ def test_transform_sees_labels(tmp_path):
     [
         ({"num_epochs": 0}, ValueError, "`num_epochs` must be at least 1"),
         ({"shuffle_buffer_size": 0}, ValueError, "`shuffle_buffer_size`"),
-        ({"shard_by": "row"}, ValueError, '"file" or "example".*\'row\''),
+        ({"shard_by": "row"}, ValueError, "'file', 'example'.*'row'"),
         ({"batch_size": 0}, ValueError, "`batch_size` must be at least 1"),
         ({"batch_size": None}, TypeError, "`batch_size` must be an integer"),
         ({"label_key": "y"}, ValueError, r"one of the features: \['x'\]"),

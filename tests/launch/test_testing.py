@@ -73,7 +73,7 @@ def wait_until_up(job):
 
 
 def test_a_kind_of_fault_that_is_none():
-    with pytest.raises(ValueError, match=r"one of kill, freeze, .*'explode'"):
+    with pytest.raises(ValueError, match=r"'kill', 'freeze', .*'explode'"):
         Fault("explode", "ps:0", at_step=1)
 
 

@@ -4,7 +4,7 @@ import contextlib
 import importlib
 import inspect
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import UnionType
 from typing import Any, get_args
 
@@ -77,6 +77,15 @@ def check_type(argument: str, value: Any, wanted: type | UnionType) -> None:
         article = "an" if name.startswith("int") else "a"
         raise TypeError(
             f"Argument `{argument}` must be {article} {name}. "
+            f"Received: {argument}={value!r}."
+        )
+
+
+def check_one_of(argument: str, value: Any, known: Sequence[Any]) -> None:
+    """Raises `ValueError` unless `value` is one of `known`."""
+    if value not in known:
+        raise ValueError(
+            f"Argument `{argument}` must be one of {known}. "
             f"Received: {argument}={value!r}."
         )
 

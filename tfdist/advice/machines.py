@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from tfdist._tf.arguments import check_positive
+from tfdist._tf.arguments import check_one_of, check_positive
 from tfdist.advice.workload import check_numbers
 
 # Round figures for a typical device of each kind: a shared cloud machine with a
@@ -75,12 +75,7 @@ class Machines:
     restart_secs: float = 30.0
 
     def __post_init__(self) -> None:
-        kinds = tuple(_PLAIN["spread"])
-        if self.kind not in kinds:
-            raise ValueError(
-                f"Argument `kind` must be one of {kinds}. "
-                f"Received: kind={self.kind!r}."
-            )
+        check_one_of("kind", self.kind, tuple(_PLAIN["spread"]))
         for name, plain in _PLAIN.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, plain[self.kind])

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist._tf.arguments import check_one_of
 from tfdist.canned import heads
 from tfdist.canned.feature_columns import Batch, Features, read_vocabularies
 from tfdist.canned.heads import Head
@@ -130,11 +131,7 @@ class CannedModel(keras.Model):
 
 def check_loss(weight_column: Any, loss_reduction: str) -> None:
     """Raises for an unknown reduction or a non-numeric weight column."""
-    if loss_reduction not in _REDUCTIONS:
-        raise ValueError(
-            f"Argument `loss_reduction` must be one of {_REDUCTIONS}. "
-            f"Received: loss_reduction={loss_reduction!r}."
-        )
+    check_one_of("loss_reduction", loss_reduction, _REDUCTIONS)
     if not isinstance(weight_column, str | None) and (
         type(weight_column).__name__ != "NumericColumn"
     ):

@@ -22,7 +22,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist._tf.arguments import check_at_least
+from tfdist._tf.arguments import check_at_least, check_one_of
 from tfdist._tf.private_positions import LEAST_SEED
 from tfdist.data import record_files
 from tfdist.data.blocks import Files, Parse, parser, read_blocks
@@ -100,11 +100,7 @@ class ReadOptions:
     def __post_init__(self) -> None:
         for name in ("num_epochs", "shuffle_buffer_size", "num_parallel_reads"):
             check_at_least(name, getattr(self, name), 1)
-        if self.shard_by not in (None, "file", "example"):
-            raise ValueError(
-                'Argument `shard_by` must be "file" or "example". '
-                f"Received: shard_by={self.shard_by!r}."
-            )
+        check_one_of("shard_by", self.shard_by, (None, "file", "example"))
 
 
 def batches(

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 from keras import constraints, initializers, regularizers
 
-from tfdist._tf.arguments import check_positive
+from tfdist._tf.arguments import check_one_of, check_positive
 from tfdist.embeddings import lookups
 from tfdist.embeddings.initial import shard_rows
 from tfdist.embeddings.routing import Group
@@ -136,15 +136,8 @@ class PartitionedEmbedding(keras.layers.Layer):
         super().__init__(name=name, **kwargs)
         check_positive("input_dim", input_dim)
         check_positive("output_dim", output_dim)
-        for argument, value, known in (
-            ("combiner", combiner, _COMBINERS),
-            ("partition_strategy", partition_strategy, _STRATEGIES),
-        ):
-            if value not in known:
-                raise ValueError(
-                    f"Argument `{argument}` must be one of {known}. "
-                    f"Received: {argument}={value!r}."
-                )
+        check_one_of("combiner", combiner, _COMBINERS)
+        check_one_of("partition_strategy", partition_strategy, _STRATEGIES)
         if partitioner is not None:
             if num_shards is not None:
                 raise ValueError(

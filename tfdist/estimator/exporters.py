@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 import keras
 
 from tfdist._tf import storage
-from tfdist._tf.arguments import check_at_least, check_callable
+from tfdist._tf.arguments import check_at_least, check_callable, check_one_of
 from tfdist.estimator import results, saved_models
 from tfdist.estimator.saved_models import ServingModelFn, list_exports
 
@@ -80,7 +80,7 @@ class Exporter:
             check_callable(
                 "serving_model_fn", serving_model_fn, "the trained model"
             )
-        saved_models.check_format(format)
+        check_one_of("format", format, saved_models.FORMATS)
         self.name = name
         self._format = format
         self._serving_model_fn = serving_model_fn

@@ -20,7 +20,7 @@ import keras
 import tensorflow as tf
 
 from tfdist._tf import storage
-from tfdist._tf.arguments import check_callable
+from tfdist._tf.arguments import check_callable, check_one_of
 from tfdist.estimator import serving
 from tfdist.estimator.serving import Serving
 from tfdist.training.compiled_model import overrides
@@ -65,7 +65,7 @@ def export_saved_model(
         check_callable(
             "serving_model_fn", serving_model_fn, "the trained model"
         )
-    check_format(format)
+    check_one_of("format", format, FORMATS)
     storage.check_no_pattern(export_dir_base)
     assets_extra = checked_assets(assets_extra)
     for source in assets_extra.values():
@@ -147,15 +147,6 @@ def _served(
         return Serving.of(served)
     serving.warn_of_no_examples(served, "its inputs are unknown")
     return served
-
-
-def check_format(format: str) -> None:
-    """Raises `ValueError` for an unknown export format."""
-    if format not in FORMATS:
-        raise ValueError(
-            f"Argument `format` must be one of {FORMATS}. Received: "
-            f"format={format!r}."
-        )
 
 
 def check_has_config(model: keras.Model) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tfdist._tf.arguments import check_one_of
+
 KINDS = ("kill", "freeze", "terminate")
 """The kinds of faults, each a method of `LocalCluster`."""
 
@@ -37,11 +39,7 @@ class Fault:
     for_secs: float | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(
-                f"Argument `kind` must be one of {', '.join(KINDS)}. "
-                f"Received: kind={self.kind!r}"
-            )
+        check_one_of("kind", self.kind, KINDS)
 
     def is_due(self, step: int | None) -> bool:
         """Whether to inject the fault when the chief reports `step`."""

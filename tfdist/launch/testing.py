@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Self, TypeVar
 
+from tfdist._tf.arguments import check_one_of
 from tfdist._tf.waiting import wait_for
 from tfdist.launch.client import Client
 from tfdist.launch.faults import KINDS as KINDS
@@ -108,11 +109,7 @@ class LocalCluster:
                 "Argument `command` must be a list of the program and its "
                 f"arguments. Received: command={command!r}"
             )
-        if network not in ("private", "host"):
-            raise ValueError(
-                'Argument `network` must be "private" or "host". '
-                f"Received: network={network!r}"
-            )
+        check_one_of("network", network, ("private", "host"))
         self.injections: list[Injection] = []
         self._started_at = time.monotonic()
         self._step_pattern = re.compile(step_pattern, re.MULTILINE)
