@@ -98,9 +98,8 @@ def train(library: str, data: str, model_dir: str, seed: int) -> None:
 
         import tfdist
         from tfdist.canned import estimators
-        from tfdist.estimator import specs
 
-        optimizers, config = keras.optimizers, specs.RunConfig
+        optimizers, config = keras.optimizers, tfdist.RunConfig
         module, run = estimators, tfdist
     else:
         optimizers = tf.keras.optimizers.legacy

@@ -15,8 +15,8 @@ from small_models import local_loop
 import tfdist
 from tfdist.canned import estimators
 from tfdist.checkpoint.estimator_checkpoint import read_estimator_checkpoint
+from tfdist.estimator.run_config import RunConfig
 from tfdist.estimator.saved_models import export_saved_model, list_exports
-from tfdist.estimator.specs import RunConfig
 from tfdist.training.loop import EndOfInput
 from tfdist.training.step import ModelStep
 

@@ -23,7 +23,7 @@ import tfdist
 from tfdist.checkpoint import checkpoints
 from tfdist.cluster import servers, strategies
 from tfdist.cluster.spec import Cluster
-from tfdist.estimator.specs import RunConfig
+from tfdist.estimator.run_config import RunConfig
 from tfdist.launch.testing import LocalCluster
 
 ROOT = Path(__file__).parents[2]

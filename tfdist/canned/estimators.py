@@ -37,7 +37,7 @@ from tfdist.canned.feature_columns import Column, Partitioner, checked_columns
 from tfdist.canned.heads import Head, class_head, regression_head
 from tfdist.canned.layers import DNNModel, LinearModel
 from tfdist.estimator.estimator import Estimator
-from tfdist.estimator.specs import RunConfig
+from tfdist.estimator.run_config import RunConfig
 from tfdist.placement.partitioners import min_max_variable_partitioner
 from tfdist.training.multi_optimizer import MultiOptimizer
 

@@ -1,9 +1,10 @@
 """`Estimator` and `train_and_evaluate`: from model function to served model.
 
-Read in this order: `estimator`, `specs` (the configuration), `building` (the
-step and loop), `chief_hooks`, `training` (`train_and_evaluate`), `fitting`
-(`fit`), `evaluator` with `evaluation` and `results`, `exporters` with
-`saved_models` and `serving`, `on_workers`, `warm_start`, `tuning`.
+Read in this order: `estimator`, `run_config` and `specs` (the configuration),
+`building` (the step and loop), `chief_hooks`, `training`
+(`train_and_evaluate`), `fitting` (`fit`), `evaluator` with `evaluation` and
+`results`, `exporters` with `saved_models` and `serving`, `on_workers`,
+`warm_start`, `tuning`.
 """
 
 import lazy_loader

@@ -4,11 +4,11 @@ from .exporters import Exporter as Exporter
 from .exporters import FinalExporter as FinalExporter
 from .exporters import LatestExporter as LatestExporter
 from .fitting import fit as fit
+from .run_config import RunConfig as RunConfig
 from .saved_models import export_saved_model as export_saved_model
 from .saved_models import list_exports as list_exports
 from .serving import Serving as Serving
 from .specs import EvalSpec as EvalSpec
-from .specs import RunConfig as RunConfig
 from .specs import TrainSpec as TrainSpec
 from .training import train_and_evaluate as train_and_evaluate
 from .tuning import ReportMetricsHook as ReportMetricsHook

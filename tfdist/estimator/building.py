@@ -28,7 +28,7 @@ from tfdist.data import input_fns
 from tfdist.data.input_fns import InputFn
 from tfdist.data.worker_context import GroupContext
 from tfdist.estimator import results
-from tfdist.estimator.specs import ModelFn, RunConfig
+from tfdist.estimator.run_config import RunConfig
 from tfdist.estimator.warm_start import WarmStartHook
 from tfdist.placement.scope import placed_scope, placement_by_name
 from tfdist.placement.variables import VariableSpec, describe
@@ -43,6 +43,8 @@ from tfdist.training.step import ModelStep
 from tfdist.training.synchronous_loop import SynchronousLoop
 
 _log = logging.getLogger(__name__)
+
+ModelFn = Callable[[], keras.Model]
 
 _ELEMENT_SPEC = "element_spec"
 # Types of an optimizer's hyperparameters.

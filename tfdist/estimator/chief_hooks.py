@@ -8,7 +8,7 @@ from typing import Any
 
 from tfdist._tf.private_keras import replaces_fit
 from tfdist.data.input_fns import InputFn
-from tfdist.estimator.specs import RunConfig
+from tfdist.estimator.run_config import RunConfig
 from tfdist.hooks import saving_hooks, summary_hooks
 from tfdist.hooks.basic import NanTensorHook, StopAtStepHook
 from tfdist.hooks.progress import ProgressHook, UnreadDataHook

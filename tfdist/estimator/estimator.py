@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist._tf import storage
-from tfdist._tf.arguments import check_at_least, check_type
+from tfdist._tf.arguments import check_at_least
 from tfdist._tf.tracing import traced
 from tfdist.checkpoint import checkpoints
 from tfdist.cluster.spec import runs_in_its_cluster
@@ -26,11 +26,13 @@ from tfdist.cluster.strategies import local_strategy
 from tfdist.data import audit, input_fns
 from tfdist.data.input_fns import InputFn
 from tfdist.estimator import building, results
+from tfdist.estimator.building import ModelFn
 from tfdist.estimator.chief_hooks import chief_hooks
 from tfdist.estimator.evaluator import Evaluator
 from tfdist.estimator.on_workers import RemoteForward
+from tfdist.estimator.run_config import RunConfig, configured
 from tfdist.estimator.saved_models import ServingModelFn, export_saved_model
-from tfdist.estimator.specs import EvalSpec, ModelFn, RunConfig, TrainSpec
+from tfdist.estimator.specs import EvalSpec, TrainSpec
 from tfdist.estimator.warm_start import WarmStartHook, WarmStartSettings
 from tfdist.hooks.saving_hooks import CheckpointSaverListener
 from tfdist.hooks.session_run_hook import SessionRunHook
@@ -87,24 +89,11 @@ class Estimator:
         model_dir: str | None = None,
     ) -> None:
         building.check_model_fn(model_fn)
-        if config is None:
-            if model_dir is None:
-                raise ValueError(
-                    "One of `model_dir` and `config` must be given."
-                )
-            config = RunConfig(model_dir)
-        check_type("config", config, RunConfig)
-        given = config.replace(model_dir=model_dir or config.model_dir)
-        if given.model_dir != config.model_dir:
-            raise ValueError(
-                "`model_dir` and `config.model_dir` differ: "
-                f"{model_dir!r} and {config.model_dir!r}. Give only one."
-            )
         self._warm_start = (
             None if warm_start_from is None else WarmStartHook(warm_start_from)
         )
         self.model_fn = model_fn
-        self.config = config
+        self.config = configured(config, model_dir)
         self._trained_to = -1  # The step at which the last `train` call ended.
 
     @property

@@ -15,8 +15,8 @@ from tfdist._tf.tracing import traced
 from tfdist.checkpoint import checkpoints
 from tfdist.data.input_fns import without_context
 from tfdist.estimator import results
-from tfdist.estimator.building import fill, make_model
-from tfdist.estimator.specs import EvalSpec, ModelFn
+from tfdist.estimator.building import ModelFn, fill, make_model
+from tfdist.estimator.specs import EvalSpec
 from tfdist.estimator.warm_start import WarmStartHook
 from tfdist.hooks.session_run_hook import Hook, HookRunner, begin_all
 from tfdist.training.compiled_model import overrides

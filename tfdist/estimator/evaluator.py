@@ -35,9 +35,11 @@ from tfdist._tf import storage
 from tfdist.checkpoint import checkpoints
 from tfdist.data.input_fns import check_batches, named, without_context
 from tfdist.estimator import results, saved_models
+from tfdist.estimator.building import ModelFn
 from tfdist.estimator.evaluation import Evaluation
 from tfdist.estimator.results import DamagedCheckpointError
-from tfdist.estimator.specs import EvalSpec, ModelFn, RunConfig
+from tfdist.estimator.run_config import RunConfig
+from tfdist.estimator.specs import EvalSpec
 from tfdist.estimator.warm_start import WarmStartHook
 from tfdist.hooks.events import event_file
 from tfdist.training.compiled_model import overrides

@@ -23,8 +23,10 @@ from tfdist.cluster.strategies import multi_worker_strategy
 from tfdist.data import fit_data
 from tfdist.data.input_fns import takes_context, without_context
 from tfdist.estimator import results
+from tfdist.estimator.building import ModelFn
 from tfdist.estimator.estimator import Estimator
-from tfdist.estimator.specs import EvalSpec, ModelFn, RunConfig, TrainSpec
+from tfdist.estimator.run_config import RunConfig
+from tfdist.estimator.specs import EvalSpec, TrainSpec
 from tfdist.estimator.training import train_and_evaluate
 from tfdist.hooks.callbacks import Callback, KerasCallbackHook
 from tfdist.hooks.session_run_hook import SessionRunHook

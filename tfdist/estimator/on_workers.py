@@ -12,8 +12,8 @@ from tfdist.cluster import servers
 from tfdist.cluster.health import HealthMonitor
 from tfdist.cluster.size import ClusterSize
 from tfdist.cluster.strategies import parameter_server_strategy
-from tfdist.estimator.building import create_variables, fill
-from tfdist.estimator.specs import ModelFn, RunConfig
+from tfdist.estimator.building import ModelFn, create_variables, fill
+from tfdist.estimator.run_config import RunConfig
 from tfdist.estimator.warm_start import WarmStartHook
 from tfdist.training.step import ModelStep
 from tfdist.training.workers import Workers
