@@ -345,7 +345,7 @@ def resolve(
                     f"Logs: {sorted(logs)}. Variables: {sorted(variables)}."
                 )
             fetch = variables[fetch]
-        if isinstance(fetch, tf.Tensor):
+        elif isinstance(fetch, tf.Tensor):
             raise TypeError(
                 f"A fetch must be a name or a variable. Received: {fetch!r}, "
                 f"whose value never changes. Logs: {sorted(logs)}."
