@@ -94,6 +94,26 @@ def test_what_only_an_estimator_of_tensorflow_gives_is_refused(input_fn, name):
     tfdist.TrainSpec(functools.partial(input_fn, None))
 
 
+@pytest.mark.parametrize(
+    ("input_fn", "told"),
+    [
+        (lambda: plain().shard(3, 1), True),
+        (lambda: plain().shard(1, 0), False),
+        (plain, False),
+        (lambda context: plain().shard(3, 1), False),
+    ],
+)
+def test_a_shard_that_all_workers_read_is_told(caplog, input_fn, told):
+    """TF 1's `shard(config.num_worker_replicas, config.task_id)`."""
+    context = tf.distribute.InputContext(num_input_pipelines=3)
+    dataset = input_fns.with_context(input_fn)
+    tf.function(lambda: dataset(context)).get_concrete_function()
+    assert ("Every worker reads shard 1 of 3" in caplog.text) == told
+    caplog.clear()
+    dataset(context)  # Here it is this process's own.
+    assert not caplog.text
+
+
 def test_a_wrapper_of_what_takes_the_context_fails_aloud(tmp_path):
     config = tfdist.RunConfig(tmp_path, cluster=Cluster())
     estimator = tfdist.Estimator(logistic, config)

@@ -206,6 +206,19 @@ def test_bad_eval_spec(kwargs, error, message):
         tfdist.EvalSpec(**{"input_fn": input_fn, **kwargs})
 
 
+def test_the_task_of_a_worker_is_not_known_where_its_input_is_traced():
+    jobs = {"chief": ["a:1"], "ps": ["b:1"], "worker": ["c:1", "d:1"]}
+    config = tfdist.RunConfig(
+        "job", cluster=Cluster.from_jobs(jobs, "chief", 0)
+    )
+    assert config.task_id == 0
+    traced = tf.function(lambda: tf.constant(config.task_id), autograph=False)
+    with pytest.raises(
+        RuntimeError, match=r"takes a tf\.distribute\.InputCont"
+    ):
+        traced()
+
+
 def test_sequences_become_tuples():
     exporter, hook = tfdist.FinalExporter("a"), tfdist.SessionRunHook()
     spec = tfdist.EvalSpec(input_fn, hooks=[hook], exporters=exporter)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -21,6 +22,8 @@ from tfdist._tf.arguments import check_callable
 from tfdist._tf.private import NoneTensorSpec
 from tfdist.data.input_wait import InputWatch
 from tfdist.data.worker_context import WorkerContext, read_by_all
+
+_log = logging.getLogger(__name__)
 
 InputFn = Callable[..., tf.data.Dataset]
 _TENSORS = tf.TensorSpec | tf.RaggedTensorSpec | tf.SparseTensorSpec
@@ -79,6 +82,8 @@ def with_context(
         try:
             with watch:
                 dataset = input_fn(context) if takes else input_fn()
+                if not (takes or tf.executing_eagerly()):
+                    _warn_of_shards(input_fn)
         except (TypeError, ValueError, AttributeError) as error:
             if tf.executing_eagerly():
                 raise
@@ -110,6 +115,24 @@ def with_context(
             ) from error
 
     return call
+
+
+def _warn_of_shards(input_fn: InputFn) -> None:
+    """Warns of a shard that all workers read, in a graph made for them."""
+    for op in tf.compat.v1.get_default_graph().get_operations():
+        if op.type != "ShardDataset":
+            continue
+        number, index = map(tf.get_static_value, op.inputs[1:])
+        if number is not None and number > 1:
+            _log.warning(
+                "Every worker reads shard %s of %s: input function %s runs "
+                "here, for all of them, so none reads the other shards. To "
+                "share the data, let it take a tf.distribute.InputContext, and "
+                "use its `num_input_pipelines` and `input_pipeline_id`.",
+                index,
+                number,
+                described(input_fn),
+            )
 
 
 def checked(dataset: Any, input_fn: InputFn) -> tf.data.Dataset:

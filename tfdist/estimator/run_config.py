@@ -267,7 +267,17 @@ class RunConfig:
 
     @property
     def task_id(self) -> int:
-        """This process's index in its job."""
+        """This process's index in its job.
+
+        Raises `RuntimeError` in an input function of workers, which runs here.
+        """
+        if self.strategy_name == "ps" and tf.inside_function():
+            raise RuntimeError(
+                "`RunConfig.task_id` is used in a function that this process "
+                "traces for all workers. An input function that takes a "
+                "tf.distribute.InputContext finds the worker in its "
+                "`input_pipeline_id`."
+            )
         return self.cluster.task_index
 
     @property
