@@ -226,8 +226,10 @@ def test_another_shape(old, tmp_path):
     settings = WarmStartSettings(
         old.model_dir, "hidden/kernel", var_name_to_prev_var_name=names
     )
-    with pytest.raises(ValueError, match=r"kernel: shape \(4, 4\) in the mo"):
+    message = r"kernel: shape \(4, 4\) in the mo"
+    with pytest.raises(ValueError, match=message) as raised:
         started(tmp_path, settings, lambda: model_fn("hidden"))
+    assert "out of `vars_to_warm_start`" in "".join(raised.value.__notes__)
 
 
 def test_no_path():

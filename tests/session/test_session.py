@@ -545,6 +545,30 @@ def test_after_a_failure_everything_is_made_anew(tmp_path):
     assert steps.index(("create", 3)) > steps.index(("run", 4))
 
 
+def test_layers_without_a_name_have_the_same_one_again(tmp_path):
+    def build():
+        model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
+        optimizer = keras.optimizers.Adam()
+        optimizer.build(model.trainable_variables)
+        global_step = tf.Variable(0, dtype=tf.int64)
+
+        def step():
+            weights = model.trainable_variables
+            optimizer.apply([tf.ones_like(w) for w in weights], weights)
+            return {"at": global_step.assign_add(1)}
+
+        variables = {v.path: v for v in (*model.weights, *optimizer.variables)}
+        return Trainable(step, global_step, variables)
+
+    kept = {"checkpoint_dir": str(tmp_path), "save_checkpoint_steps": 3}
+    hook = Raiser("after_run", AGAIN, step=4)
+    session = train(build, 6, [hook], **kept)
+    assert session.restored_from.endswith("model.ckpt-3")
+    session = train(build, 8, **kept)  # Another one in this process.
+    assert session.restored_from.endswith("model.ckpt-6")
+    assert "sequential/dense/kernel" in session.variables
+
+
 def test_without_checkpoints_it_starts_over():
     log = []
     hooks = [Recorder(log, every=2), Raiser("after_run", AGAIN, step=4)]

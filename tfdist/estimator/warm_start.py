@@ -262,7 +262,15 @@ class _Checkpoint:
         while left:  # Several variables may share a source.
             taken = {before: name for name, before in left.items()}
             values = {before: variables[n] for before, n in taken.items()}
-            restore(self.path, values)
+            try:
+                restore(self.path, values)
+            except ValueError as error:
+                error.add_note(
+                    "For a warm start, leave such variables out of "
+                    "`vars_to_warm_start`, or describe them in "
+                    "`var_name_to_prev_var_name` or `var_name_to_vocab_info`."
+                )
+                raise
             left = {n: b for n, b in left.items() if n not in taken.values()}
 
     def table(self, name: str) -> np.ndarray:

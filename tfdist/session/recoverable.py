@@ -15,6 +15,7 @@ import tensorflow as tf
 from tfdist._tf import private_renewal
 from tfdist._tf.errors import summarize_error
 from tfdist._tf.private_checkpoints import Saveable
+from tfdist._tf.private_keras import own_object_names
 from tfdist._tf.waiting import wait_for
 from tfdist.checkpoint import checkpoints
 from tfdist.checkpoint.checkpoints import Checkpoints
@@ -37,8 +38,7 @@ from tfdist.training.loop import FunctionLoop, Loop
 _log = logging.getLogger(__name__)
 
 _TERM_SECS = 20.0  # How long running steps may take after SIGTERM.
-# How long to wait for a checkpoint being written at a failure or at the end.
-_WRITE_SECS = 60.0
+_WRITE_SECS = 60.0  # For a checkpoint being written, at a failure or the end.
 
 
 class RecoverableSession:
@@ -141,10 +141,8 @@ class RecoverableSession:
         """Returns loss and metrics of the current weights, using the workers.
 
         The result is exact even if workers die, and empty if there is no batch.
-        No step may be running, which holds while a checkpoint is saved.
-
-        Raises:
-            ValueError: the session runs a plain step function.
+        No step may be running, which holds while a checkpoint is saved. Raises
+        `ValueError` if the session runs a plain step function.
         """
         return self._loop.evaluate(untuned(batches), self._watch)
 
@@ -367,11 +365,12 @@ class RecoverableSession:
             self._loop.begin_again()
             self._built = True
             return
-        if self._takes_strategy:
-            trainable = self._build_fn(strategy)
-        else:
-            with placed_scope(strategy, num_ps=servers.num_ps(strategy)):
-                trainable = self._build_fn()
+        with own_object_names():  # Keras numbers layers as in the first call.
+            if self._takes_strategy:
+                trainable = self._build_fn(strategy)
+            else:
+                with placed_scope(strategy, num_ps=servers.num_ps(strategy)):
+                    trainable = self._build_fn()
         if not isinstance(trainable, Trainable):
             raise TypeError(
                 "Argument `build_fn` must return a tfdist.Trainable. Received: "
