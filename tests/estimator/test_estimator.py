@@ -400,6 +400,16 @@ def test_a_saver_of_the_user_takes_the_place_of_the_estimators(tmp_path):
     assert checkpoints.step_of(copies) == 12
 
 
+def test_a_saver_of_the_user_keeps_what_the_configuration_says(tmp_path):
+    config = tfdist.RunConfig(
+        tmp_path, cluster=Cluster(), keep_checkpoint_max=1
+    )
+    saver = tfdist.CheckpointSaverHook(tmp_path, save_steps=1)
+    tfdist.Estimator(model_fn, config).train(endless, [saver], max_steps=4)
+    (path,) = checkpoints.listed(str(tmp_path))
+    assert checkpoints.step_of(path) == 4
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

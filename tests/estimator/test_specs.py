@@ -16,6 +16,13 @@ def config(**kwargs):
     return tfdist.RunConfig("dir", cluster=Cluster(), **kwargs)
 
 
+class OfTF1(tfdist.Exporter):
+    """Its `export` has the arguments of TF 1's."""
+
+    def export(self, estimator, export_path, checkpoint_path, result, final):
+        raise NotImplementedError
+
+
 @pytest.mark.parametrize(
     ("received", "expected"),
     [
@@ -194,6 +201,7 @@ def test_bad_train_spec(kwargs, error, message):
         ({"name": 3}, TypeError, "`name` must be a str"),
         ({"hooks": ["no hook"]}, TypeError, r"tfdist\.SessionRunHook"),
         ({"exporters": ["a"]}, TypeError, r"tfdist\.Exporter"),
+        ({"exporters": [OfTF1("a")]}, TypeError, "`export` is called with mod"),
         (
             {"exporters": [tfdist.FinalExporter("a")] * 2},
             ValueError,

@@ -149,6 +149,14 @@ def test_keeps(tmp_path, max_to_keep, kept):
     assert len(checkpoint_steps(tmp_path)) == kept
 
 
+@pytest.mark.parametrize(("given", "kept"), [({}, 5), ({"max_to_keep": 2}, 2)])
+def test_keeps_what_the_session_says_unless_told(tmp_path, given, kept):
+    hook = CheckpointSaverHook(str(tmp_path), save_steps=1)
+    directory = str(tmp_path) if given else None
+    count([hook], 7, checkpoint_dir=directory, **given)
+    assert len(checkpoint_steps(tmp_path)) == kept
+
+
 def test_listeners(tmp_path):
     log, directory = [], str(tmp_path)
     hook = CheckpointSaverHook(

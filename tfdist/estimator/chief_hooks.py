@@ -62,6 +62,8 @@ def chief_hooks(
     saver = saving_hooks.saver_of(config.model_dir, hooks_of_user)
     if saver:
         saver.add_listeners(listeners)
+        hours = config.keep_checkpoint_every_n_hours
+        saver.keeps(config.keep_checkpoint_max, hours)
     elif config.saves_checkpoints:
         saver = saving_hooks.CheckpointSaverHook(
             config.model_dir,

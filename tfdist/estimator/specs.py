@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist._tf.arguments import check_at_least, check_type
+from tfdist._tf.arguments import check_at_least, check_callable, check_type
 from tfdist.data.input_fns import InputFn, takes_context
 from tfdist.estimator.exporters import Exporter
 from tfdist.hooks.saving_hooks import CheckpointSaverListener
@@ -106,6 +106,9 @@ class EvalSpec:
         if isinstance(self.exporters, Exporter):
             object.__setattr__(self, "exporters", (self.exporters,))
         _make_tuple(self, "exporters", Exporter)
+        given = "model", "export_path", "eval_result", "is_the_final_export"
+        for exporter in self.exporters:
+            check_callable("export", exporter.export, *given)
         names = [getattr(e, "name", None) for e in self.exporters]
         strings = {name for name in names if name and isinstance(name, str)}
         if len(strings) != len(names):

@@ -67,7 +67,9 @@ class CheckpointSaverHook(TimedHook):
             attribute `told_later` after `before_save`, after the first run of
             steps that finds the checkpoint complete.
         max_to_keep: Number of recent checkpoints kept; None or 0 keeps all.
+            Default: 5, or what the session or `RunConfig` says.
         keep_checkpoint_every_n_hours: Also keeps one checkpoint every n hours.
+            Default: none, or what the session or `RunConfig` says.
 
     Attributes:
         checkpoint_dir, save_secs, save_steps: As given.
@@ -91,15 +93,15 @@ class CheckpointSaverHook(TimedHook):
         save_steps: int | None = None,
         *,
         listeners: Sequence[CheckpointSaverListener] | None = None,
-        max_to_keep: int | None = 5,
-        keep_checkpoint_every_n_hours: float | None = None,
+        max_to_keep: int | None = USE_DEFAULT,
+        keep_checkpoint_every_n_hours: float | None = USE_DEFAULT,
     ) -> None:
         super().__init__(save_secs=save_secs, save_steps=save_steps)
         self.checkpoint_dir = storage.check_no_pattern(checkpoint_dir)
         self.save_secs, self.save_steps = save_secs, save_steps
         self._own_listeners = list(listeners or ())
         self._listeners = self._own_listeners
-        self._keep = (max_to_keep, keep_checkpoint_every_n_hours)
+        self._keep = max_to_keep, keep_checkpoint_every_n_hours
         self._checkpoints: Checkpoints
         self._saved_step: int | None = None
         self._stale = False
@@ -111,6 +113,12 @@ class CheckpointSaverHook(TimedHook):
     ) -> None:
         """Adds listeners, replacing those of an earlier call."""
         self._listeners = [*self._own_listeners, *listeners]
+
+    def keeps(self, max_to_keep: int | None, hours: float | None) -> None:
+        """Determines what the constructor left to the default."""
+        most, every = self._keep
+        most = max_to_keep if most is USE_DEFAULT else most
+        self._keep = most, hours if every is USE_DEFAULT else every
 
     def replaces(self, *cadence: float | None) -> None:
         """Warns if the session was given a cadence that this hook replaces."""
@@ -131,6 +139,7 @@ class CheckpointSaverHook(TimedHook):
         """Saves the state, unless restored from the newest checkpoint."""
         self._forget_failure(wait=False)  # The session recovers from it.
         self._tell(session, wait=False)
+        self.keeps(5, None)
         self._checkpoints = session.checkpoints(
             self.checkpoint_dir, *self._keep
         )

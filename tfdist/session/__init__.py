@@ -86,7 +86,8 @@ An error in user code, or `sys.exit`: raised where it happened. On the leader,
   or while the model and the input are made, it ends all processes, which say
   why (test_an_error_in_one_ends_all, test_a_leader_that_exits_ends_all);
   otherwise the leader says why, and the others wait for the failed process to
-  come back. (test_one_that_fails_later_is_waited_for)
+  come back (test_one_that_fails_later_is_waited_for), as they do after an error
+  in a hook's `begin`, which runs before the processes meet.
 Processes with different programs (variables, batches, number of devices): a
   `ValueError` in each, before the first step, that names the difference.
   (test_another_program_is_named)
@@ -99,8 +100,10 @@ and, if it is new, builds its model and traces its step, and workers compile the
 step. `benchmarks/recovery.py` measures each part.
 
 Lost steps are run again; on parameter servers with different examples.
-`global_step` counts applied updates and never passes the step at which a hook
-stops training. A session that waits for a ps also waits for missing workers.
+`global_step` counts applied updates and never passes the last step of a
+`StopAtStepHook`. On parameter servers, the steps that workers have been given
+are still run after another hook's `request_stop`. A session that waits for a ps
+also waits for missing workers.
 
 As in TF1, sessions recover from `tf.errors.AbortedError` and `UnavailableError`
 raised by a step or a hook, and also from any TensorFlow error while a parameter

@@ -182,6 +182,7 @@ class MonitoredTrainingSession(RecoverableSession):
                 all_hooks.append(SummarySaverHook(**summaries))
             if saver:
                 saver.replaces(secs, steps)
+                saver.keeps(max_to_keep, keep_checkpoint_every_n_hours)
             elif checkpoint_dir and any(saves.values()):
                 saves["max_to_keep"] = max_to_keep
                 hours = keep_checkpoint_every_n_hours
