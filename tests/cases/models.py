@@ -314,7 +314,7 @@ def trains_on(job, model_fn, input_fn):
         assert "serve" in loaded.signatures
         x = next(iter(input_fn()))[0]
         np.testing.assert_allclose(
-            loaded.serve(x)["output_0"], model(x), rtol=1e-3, atol=1e-5
+            loaded.serve(**x)["output_0"], model(x), rtol=1e-3, atol=1e-5
         )
 
 

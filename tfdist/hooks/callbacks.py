@@ -78,8 +78,9 @@ class KerasCallbackHook(SessionRunHook):
       with the chief's logs. Keras' callbacks that write, and their subclasses,
       run on the chief only, and therefore must not set variables.
     * After a recovery the steps since the last checkpoint run again, but no
-      epoch is reported twice. After a restart of the process, callbacks start
-      over at the current epoch, whose logs cover only the steps since then: a
+      epoch is reported twice. After a restart of the process (in all-reduce,
+      of any), callbacks start over at the current epoch, and forget a stop that
+      they requested; its logs cover only the steps since then. A
       `LearningRateScheduler` that multiplies the current rate does so again;
       compute the rate from the epoch. An epoch interrupted during its last
       evaluation is never reported as ended.
