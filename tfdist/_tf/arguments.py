@@ -66,13 +66,17 @@ def check_type(argument: str, value: Any, wanted: type | UnionType) -> None:
     >>> check_type("name", 3, str | None)
     Traceback (most recent call last):
     TypeError: Argument `name` must be a str | None. Received: name=3.
+    >>> check_type("step", "1", int | np.integer)
+    Traceback (most recent call last):
+    TypeError: Argument `step` must be an int | numpy.integer. Received: ...
     """
     if not isinstance(value, wanted):
-        kinds = get_args(wanted) or (wanted,)
-        names = [
-            "tfdist." * (kind.__module__ != "builtins") + kind.__name__
-            for kind in kinds
-        ]
+        names = []
+        for kind in get_args(wanted) or (wanted,):
+            package = kind.__module__.partition(".")[0]
+            # tfdist exports those of TensorFlow that users pass.
+            ours = {"builtins": "", "tensorflow": "tfdist."}
+            names.append(ours.get(package, f"{package}.") + kind.__name__)
         name = " | ".join(names).replace("NoneType", "None")
         article = "an" if name.startswith("int") else "a"
         raise TypeError(
