@@ -25,6 +25,7 @@ MEANS = {
 SUMS = {
     "sum": tf.reduce_sum,
     "vector": lambda e: tf.reduce_mean(e, axis=1),
+    "tf.nn.l2_loss": tf.nn.l2_loss,
     "sum over a constant": lambda e: 0.5 * tf.reduce_sum(e) / 100,
     "Keras' loss": lambda e: keras.losses.MeanAbsoluteError(reduction="sum")(
         e, 2 * e
@@ -69,6 +70,17 @@ def test_a_sum_over_weights_is_none_of_examples():
     kernel = tf.Variable(tf.ones([SIZE, SIZE]))
     penalty = keras.regularizers.L2(0.1)
     assert not found_in(lambda e: tf.reduce_mean(e) + penalty(kernel), SIZE)
+
+
+def test_losses_of_no_known_shape_and_of_no_graph_are_none():
+    def unknown(e):
+        return tf.compat.v1.placeholder_with_default(e, shape=None)
+
+    assert not found_in(lambda e: tf.ones([2, 3]) * unknown(e), None)
+    with tf.init_scope():
+        eager = tf.ones([3])
+    assert not found_in(lambda _: eager, None)
+    assert not found_in(lambda _: 1.0, None)
 
 
 def test_tapes_are_watched_where_they_differentiate_by_variables():

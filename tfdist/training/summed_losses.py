@@ -35,8 +35,10 @@ class SummedLosses:
 
     def check(self, loss: Any) -> None:
         """Notes a loss that is a vector, or a sum, or has one as a term."""
-        loss = tf.convert_to_tensor(loss)
-        if loss.shape.rank or self._is_sum(loss):
+        if not (isinstance(loss, tf.Tensor) and tf.is_symbolic_tensor(loss)):
+            return  # It is none of this graph.
+        rank = loss.shape.rank
+        if rank or (rank == 0 and self._is_sum(loss)):
             self.names.append(loss.name)
 
     @contextlib.contextmanager
@@ -61,7 +63,7 @@ class SummedLosses:
 
     def _is_sum(self, loss: tf.Tensor) -> bool:
         op, terms = loss.op, []
-        if op.type == "Sum" and self._sums_examples(op):
+        if op.type in ("L2Loss", "Sum") and self._sums_examples(op):
             return True
         if op.type in _LINEAR:
             terms = list(op.inputs)
@@ -72,15 +74,19 @@ class SummedLosses:
             is_mean = op.type != "Mul" and right in self._sizes
             if (left is None) != (right is None) and not is_mean:
                 terms = [op.inputs[0 if left is None else 1]]
-        terms = [t for t in terms if not t.shape.rank or t.op.type == "Pack"]
+        terms = [t for t in terms if t.shape.rank == 0 or t.op.type == "Pack"]
         return any(map(self._is_sum, terms))
 
     def _sums_examples(self, op: tf.Operation) -> bool:
         """Whether a sum reduces an axis of the batch's size."""
-        axes, shape = tf.get_static_value(op.inputs[1]), op.inputs[0].shape
-        if axes is None or shape.rank is None:
+        shape = op.inputs[0].shape
+        if shape.rank is None:
             return False
-        if not any(shape[int(axis)] in self._sizes for axis in axes.flat):
+        axes = range(shape.rank)
+        if op.type == "Sum":
+            axes = tf.get_static_value(op.inputs[1])
+            axes = [] if axes is None else axes.flat
+        if not any(shape[int(axis)] in self._sizes for axis in axes):
             return False
         # Weights may have an axis of that size, too.
         batch, ahead = {id(t) for t in self._batch}, [op]
