@@ -78,11 +78,11 @@ class _CannedEstimator(Estimator):
         check_loss(weight_column, loss_reduction)
 
         def model_fn() -> CannedModel:
-            shards = min_max_variable_partitioner(
+            own = partitioner or min_max_variable_partitioner(
                 max(self.config.cluster.num_ps, 1), min_slice_size=_LEAST_SHARD
             )
             layers = [
-                layer_fn(units=head.units, partitioner=partitioner or shards)
+                layer_fn(units=head.units, partitioner=own)
                 for layer_fn, _ in parts
             ]
             model = CannedModel(head, layers, weight_column, loss_reduction)

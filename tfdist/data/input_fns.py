@@ -39,7 +39,7 @@ _MADE_OUTSIDE = (
 def takes_context(input_fn: InputFn) -> bool:
     """Whether an input function takes an `InputContext`."""
     takes = takes_argument(input_fn, "input_fn", "an InputContext")
-    first, *_ = [*inspect.signature(input_fn).parameters, None]
+    first = next(iter(inspect.signature(input_fn).parameters), "")
     if takes and first in _OF_ESTIMATOR:
         raise ValueError(
             f"Argument `input_fn` takes {first!r}, which TF 2.15's Estimator "

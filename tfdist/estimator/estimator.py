@@ -439,6 +439,7 @@ class Estimator:
 
 
 def _chosen(outputs: Any, keys: Sequence[str] | str) -> dict[str, Any]:
+    """Returns the requested entries of a model's output."""
     keys = [keys] if isinstance(keys, str) else keys
     names = sorted(outputs) if isinstance(outputs, Mapping) else []
     if not set(keys) <= set(names):

@@ -103,7 +103,7 @@ class Exporter:
             is_the_final_export: Whether training is over.
 
         Returns:
-            The directory of the new export, or None.
+            The directory of the export of this checkpoint, or None.
 
         Raises:
             ValueError: `format="keras"` for a model without `get_config`; even
@@ -112,7 +112,7 @@ class Exporter:
         if self._format == "keras" and self._serving_model_fn is None:
             saved_models.check_has_config(model)  # Fail early, not at the end.
         if not self._is_due(export_path, eval_result, is_the_final_export):
-            return None
+            return self._earlier(export_path, eval_result)
         options = self._serving_model_fn, self._assets_extra, self._format
         path = saved_models.export_saved_model(model, export_path, *options)
         self._exported(path, eval_result)
@@ -124,6 +124,10 @@ class Exporter:
     def _is_due(self, export_path: str, result: Metrics, at_end: bool) -> bool:
         """Whether to export the model that has just been evaluated."""
         raise NotImplementedError
+
+    def _earlier(self, export_path: str, result: Metrics) -> str | None:
+        """The export by a process that ended before it could return it."""
+        return None
 
     def _exported(self, path: str, result: Metrics) -> None:
         """Called with the directory of each new export."""
@@ -242,24 +246,6 @@ class BestExporter(LatestExporter):
             )
         self._compare_fn = compare_fn
 
-    def export(
-        self,
-        model: keras.Model,
-        export_path: str,
-        eval_result: Metrics,
-        is_the_final_export: bool,
-    ) -> str | None:
-        """Also returns the export of a process that ended before it said so."""
-        path = super().export(
-            model, export_path, eval_result, is_the_final_export
-        )
-        noted = results.read_json(os.path.join(export_path, _BEST_FILE))
-        has_step = "global_step" in eval_result
-        if path or not (has_step and noted):
-            return path
-        is_this = noted["best_eval_result"] == eval_result
-        return list_exports(export_path)[-1] if is_this else None
-
     def _is_due(self, export_path: str, result: Metrics, at_end: bool) -> bool:
         noted = results.read_json(os.path.join(export_path, _BEST_FILE))
         if not noted or not list_exports(export_path):
@@ -286,6 +272,12 @@ class BestExporter(LatestExporter):
                 best,
             )
         return is_better
+
+    def _earlier(self, export_path: str, result: Metrics) -> str | None:
+        noted = results.read_json(os.path.join(export_path, _BEST_FILE))
+        is_best = noted is not None and noted["best_eval_result"] == result
+        is_this = is_best and "global_step" in result
+        return list_exports(export_path)[-1] if is_this else None
 
     def _exported(self, path: str, result: Metrics) -> None:
         numbers = {name: float(value) for name, value in result.items()}

@@ -140,7 +140,8 @@ def _train_and_evaluate(
     hooks, listeners = [*train_spec.hooks], [*train_spec.saving_listeners]
     if evaluator and not separate:
         evaluator.begin()
-        # A dataset may run ops: not before all-reduce has connected its tasks.
+        # Creating a dataset may run TensorFlow ops, which is not allowed before
+        # the processes of an all-reduce job are connected.
         if config.strategy_name != "multi_worker_mirrored":
             evaluator.check_ends()
         has_workers = config.strategy_name == "ps"

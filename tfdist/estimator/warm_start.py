@@ -223,7 +223,7 @@ class WarmStartHook(SessionRunHook):
 
 
 class _Checkpoint:
-    """The checkpoint a warm start reads, by tfdist or TF1, with its names."""
+    """The checkpoint a warm start reads, written by tfdist or TF1."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -234,17 +234,20 @@ class _Checkpoint:
         self.names = names or keys
 
     def weight(self, name: str) -> str:
+        """Returns the name of a weight in the checkpoint."""
         tf1 = self._is_of_tf1
         return of_tf1.saved_weight_name(name, self.names) if tf1 else name
 
     def slot(
         self, weight: str, rules: Mapping[str, str], part: str, kind: str
     ) -> str:
+        """Returns the name of a weight's slot in the checkpoint."""
         if self._is_of_tf1:
             return of_tf1.saved_slot_name(weight, rules[part], kind, self.names)
         return f"{weight}/{part}/{kind}"
 
     def counter(self, name: str) -> str:
+        """Returns the name of an optimizer's counter in the checkpoint."""
         is_iteration = name.endswith("/iteration")
         return "global_step" if self._is_of_tf1 and is_iteration else name
 
@@ -274,6 +277,7 @@ class _Checkpoint:
             left = {n: b for n, b in left.items() if n not in taken.values()}
 
     def table(self, name: str) -> np.ndarray:
+        """Returns the value of an embedding table."""
         if name not in self.names:
             raise ValueError(
                 f"Checkpoint {self.path} has no variable {name!r}, named in "

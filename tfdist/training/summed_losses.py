@@ -95,8 +95,9 @@ class SummedLosses:
             inputs = ahead.pop().inputs
             if any(id(t) in batch for t in inputs):
                 return True
-            ahead += {t.op for t in inputs} - seen
-            seen.update(ahead)
+            new = {t.op for t in inputs} - seen
+            seen |= new
+            ahead += new
         return False
 
 
