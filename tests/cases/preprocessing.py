@@ -4,6 +4,8 @@ They are created and adapted before training, as in Keras' guides, or created
 in the input function with known values. Each worker gets a copy of them.
 """
 
+import functools
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -241,6 +243,24 @@ def adapt_to_a_dataset_in_the_input_function(job):
         return mapped(WORDS, layer)
 
     trains_as_fit(job, wide(5), input_fn)
+
+
+@case()
+def layers_of_a_cached_function(job):
+    """What docs/howto/fit.md recommends, as it works in every cluster."""
+
+    @functools.cache
+    def layers():
+        words = keras.layers.TextVectorization(output_mode="multi_hot")
+        words.adapt(tf.data.Dataset.from_tensors(WORDS))
+        return words, keras.layers.GaussianNoise(0.0)
+
+    def input_fn():
+        words, noise = layers()
+        return mapped(WORDS, lambda x: noise(words(x), training=True))
+
+    trains_as_fit(job, wide(5), input_fn)
+    job.estimator(wide(5)).evaluate(input_fn, steps=1)
 
 
 @case(refused=TRACED)

@@ -211,8 +211,9 @@ def multi_worker_strategy(
         raise ValueError(
             "An all-reduce job must be joined before TensorFlow computes "
             "anything, but it already has. Create layers, optimizers, tables, "
-            "tensors and datasets in the model function or the input function; "
-            "canned estimators take a function that returns an optimizer."
+            "tensors and datasets in the model function or the input function "
+            "(or in one with `@functools.cache` that it calls); canned "
+            "estimators take a function that returns an optimizer."
         ) from error
     return _joined[cluster]
 

@@ -97,7 +97,8 @@ def with_context(
                 f"Input function {described(input_fn)} runs here, but not on a "
                 "worker of a parameter-server job, for which TensorFlow traces "
                 "it: there a tensor has no value. Call `adapt`, `numpy()` and "
-                "the like before training, outside of the input function; each "
+                "the like before training, outside of the input function, or "
+                "in a function with `@functools.cache` that it calls; each "
                 "worker gets a copy of the layer. TensorFlow says: "
                 + str(error).partition("\n")[0]
             ) from error
