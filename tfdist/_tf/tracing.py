@@ -22,6 +22,15 @@ def traced(function: Callable[..., Any], **options: Any) -> Any:
     return tf.function(functools.partial(function), autograph=False, **options)
 
 
+def traced_once(function: Callable[..., Any]) -> Any:
+    """Like `traced`, for a function that the steps of a dispatch share.
+
+    It is not inlined, as TensorFlow would then compile each call by itself.
+    """
+    options = {"experimental_attributes": {"_noinline": True}}
+    return traced(function, reduce_retracing=True, **options)
+
+
 def check_tensorflow() -> None:
     """Raises `RuntimeError` in TF1's graph mode or with another backend."""
     if keras.backend.backend() != "tensorflow":

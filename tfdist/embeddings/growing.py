@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfdist._tf.mutex import locked
-from tfdist._tf.tracing import traced
+from tfdist._tf.tracing import traced_once
 from tfdist.embeddings import admission, index
 from tfdist.embeddings.places import WRITE, Places, places_of
 
@@ -291,7 +291,7 @@ class TracedShards(GrowingShards):
     def __init__(self, shards: Sequence[keras.Variable]) -> None:
         super().__init__(shards)
         rows = super().rows
-        self._rows = _traced_once(lambda asked: tuple(rows(asked))[2:])
+        self._rows = traced_once(lambda asked: tuple(rows(asked))[2:])
         self._claimed: Callable[..., Any] | None = None
 
     def rows(self, asked: Found) -> Found:
@@ -310,14 +310,8 @@ class TracedShards(GrowingShards):
         if self._claimed is None:
             claimed: Callable[..., Any] = super().claimed
             # A partial would make TensorFlow treat the variables as inputs.
-            self._claimed = _traced_once(lambda *own: claimed(*own, its_slots))
+            self._claimed = traced_once(lambda *own: claimed(*own, its_slots))
         return self._claimed(found, gradient, iteration)
-
-
-def _traced_once(function: Callable[..., Any]) -> Any:
-    """Traces without inlining, which would compile every call separately."""
-    options = {"experimental_attributes": {"_noinline": True}}
-    return traced(function, reduce_retracing=True, **options)
 
 
 def requested_keys(

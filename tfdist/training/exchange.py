@@ -331,7 +331,8 @@ def apply(
     def update() -> None:
         for part, own, rate in zip(layout.parts, found, rates, strict=True):
             if own:
-                optimizers.apply(part, own, rate, iteration, layout.remote)
+                shared, kept = layout.remote, server.updates
+                optimizers.apply(part, own, rate, iteration, shared, kept)
 
     if finite:
         tf.cond(finite[0] > 0, update, lambda: None)

@@ -32,6 +32,7 @@ class Server(NamedTuple):
     shards: dict[int, list[keras.Variable]]  # By index of the group of tables.
     trained: dict[int, list[keras.Variable]]  # Only trainable groups.
     growing: dict[int, TracedShards]  # All shards of groups that grow.
+    updates: dict[Any, Any]  # See `functions` of `optimizers.apply`.
 
 
 class Layout:
@@ -121,7 +122,7 @@ class Layout:
         growing = {
             g: TracedShards(v) for g, v in shards.items() if growing_of(v[0])
         }
-        return Server(device, reads, shards, trained, growing)
+        return Server(device, reads, shards, trained, growing, {})
 
     def device_of(self, variable: keras.Variable | tf.Variable) -> str:
         """The server that holds a variable; "" is where the step runs."""

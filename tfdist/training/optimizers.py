@@ -18,6 +18,7 @@ from keras.optimizers import Optimizer
 
 from tfdist._tf import private_keras, versions
 from tfdist._tf.mutex import locked
+from tfdist._tf.tracing import traced_once
 from tfdist.embeddings.growing import GrowingShards, SlotDefaults
 from tfdist.training.kernels import fused_update, is_fused
 from tfdist.training.multi_optimizer import MultiOptimizer
@@ -227,6 +228,7 @@ def apply(
     rate: tf.Tensor,
     iteration: tf.Tensor,
     shared: bool = False,
+    functions: dict[Any, Any] | None = None,
 ) -> None:
     """Applies or accumulates a step's `(variable, gradient, ids)` triples.
 
@@ -236,19 +238,34 @@ def apply(
 
     If others may apply updates at the same time (`shared`), they take turns so
     that none is lost: per variable if each update `is_one_op`, else per device.
+
+    `functions` keeps updates of many ops, each of which is traced and compiled
+    once for all steps of a dispatch: Adam's of 26 tables are most of a step.
     """
     found = [
         own for each in found for own in _claimed(optimizer, *each, iteration)
     ]
+    if all(is_one_op(optimizer, v, ids is not None) for v, _, ids in found):
+        _apply(optimizer, found, rate, iteration)
+        return
+    variables, gradients, ids = zip(*found, strict=True)
 
-    run = functools.partial(_apply, optimizer, found, rate, iteration)
-    if not shared or all(
-        is_one_op(optimizer, v, ids is not None) for v, _, ids in found
-    ):
-        run()
-    else:
-        needed = [t for _, *each in found for t in each if t is not None]
-        locked(f"{optimizer.name}/updates", run, [*needed, rate, iteration])
+    def run(gradients: Any, ids: Any, *now: tf.Tensor) -> None:
+        own = list(zip(variables, gradients, ids, strict=True))
+        update = functools.partial(_apply, optimizer, own, *now)
+        if shared:
+            needed = [*gradients, *(i for i in ids if i is not None), *now]
+            locked(f"{optimizer.name}/updates", update, needed)
+        else:
+            update()
+
+    # Replicas share variables, but each has a copy of its own.
+    if functions is not None and (shared or not tf.distribute.has_strategy()):
+        key = tuple((id(v), i is None) for v, _, i in found)
+        if key not in functions:
+            functions[key] = traced_once(run)
+        run = functions[key]
+    run(gradients, ids, rate, iteration)
 
 
 def _apply(
