@@ -1,5 +1,6 @@
 import functools
 import inspect
+import itertools
 
 import keras
 import numpy as np
@@ -468,6 +469,59 @@ def test_accumulated_rows_are_those_of_all_steps():
             total[ids] += gradient
         expected = -np.clip(total / 3, -0.2, 0.2) * (step >= 2)
         np.testing.assert_allclose(variable.numpy(), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        K.Adam,
+        lambda: K.AdamW(weight_decay=0.1, use_ema=True),
+        lambda: K.Nadam(gradient_accumulation_steps=2),
+        lambda: K.SGD(0.1, momentum=0.9, nesterov=True),
+    ],
+    ids=["adam", "adamw", "nadam", "momentum"],
+)
+def test_long_updates_are_traced_once(make, shared):
+    """Steps that share a trace do what each does with its own."""
+
+    def trained(functions):
+        optimizer = make()
+        variables = [keras.Variable(tf.ones([ROWS, DIM])) for _ in range(16)]
+        optimizers.build(optimizer, variables)
+        rate = tf.constant(optimizer.learning_rate.numpy())
+        row, whole = tf.TensorSpec([None], tf.int64), tf.TensorSpec([None, DIM])
+
+        @tf.function(input_signature=[[row] * 6, [whole] * 6])
+        def steps(ids, gradients):
+            for i, (rows, gradient) in enumerate(
+                zip(ids, gradients, strict=True)
+            ):
+                every = tf.ones([ROWS, DIM]) / (i + 1)
+                found = [(v, gradient, rows) for v in variables[:12]]
+                found += [(v, every, None) for v in variables[12:]]
+                number = tf.constant(i, tf.int64)
+                optimizers.begin_step(optimizer, number, shared=shared)
+                optimizers.apply(
+                    optimizer, found, rate, number, shared, functions
+                )
+
+        graph = steps.get_concrete_function().graph.as_graph_def()
+        steps(*map(list, zip(*row_updates(6), strict=True)))
+        num_ops = sum(len(f.node_def) for f in graph.library.function)
+        held = [named_slots(optimizer, v).values() for v in variables]
+        values = [v.numpy() for v in itertools.chain(variables, *held)]
+        return values, num_ops + len(graph.node)
+
+    kept = {}
+    expected, longer = trained(None)
+    got, shorter = trained(kept)
+    assert len(kept) == 1
+    assert shorter < longer / 2
+    for mine, theirs in zip(got, expected, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-6)
+    assert np.ptp(got[0]) > 0
+    assert np.all(got[15] < 1)
 
 
 @pytest.mark.parametrize("make", WHOLE.values(), ids=WHOLE)
