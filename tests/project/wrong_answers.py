@@ -8,6 +8,8 @@ WRONG = {
             "answer_2 = json.dumps({'cluster': jobs, 'task': "
             "{'type': 'ps', 'index': 1}})",
             "answer_2 = '{'",
+            "answer_2 = json.dumps({'cluster': jobs | {'worker': "
+            "['w1:2222', 'w2:2222']}, 'task': {'type': 'ps', 'index': 2}})",
         ],
         3: [
             "answer_3 = lambda gradients, sizes: np.mean(gradients, axis=0)",
