@@ -20,7 +20,8 @@ def is_the_third_server(text: str) -> bool:
     return (
         (me.role, me.address) == ("ps", f"p{me.num_ps - 1}:2222")
         and (me.num_workers, me.num_ps) == (2, 3)
-        and {"c:2222", "w1:2222", "p0:2222"} < everybody
+        and {f"{name}:2222" for name in ("c", "w0", "w1", "p0", "p1")}
+        < everybody
         and len(everybody) == 6
     )
 

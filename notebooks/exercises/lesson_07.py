@@ -86,7 +86,8 @@ EXERCISES = {
         (
             "Write a few sentences. Treat workers and servers separately.",
             "How often does one of the servers die, how often would you then "
-            "save, and what do saving, repeating and waiting cost together?",
+            "save, and what do saving, repeating and waiting cost together? "
+            "Write at least 25 words.",
         )
     ),
 }

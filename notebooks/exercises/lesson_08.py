@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,8 +23,13 @@ def finds_twice_and_never(function: Callable[..., Any]) -> bool:
     return True
 
 
-def of_a_data_worker(record: dict[str, Any]) -> bool:
-    """Exercise 4: what jobs/passes.py found after the death."""
+def of_a_data_worker(
+    answer: tuple[Mapping[str, Sequence[int]], dict[str, Any]],
+) -> bool:
+    """Exercise 4: who was killed, and what jobs/passes.py found then."""
+    codes, record = answer
+    if list(codes["data_worker:0"])[:1] != [-9]:
+        raise ValueError("the data worker was not killed")
     counts = np.array(record["examples"])
     if record["kind"] != "disturbed":
         raise ValueError('the record of "disturbed" is asked for')
@@ -65,7 +70,8 @@ EXERCISES = {
             '"data_worker:0" when the job is at work.',
             "`tasks.run([testing.Fault('kill', 'data_worker:0', at_step=30)], "
             "timeout_secs=500)`; then "
-            "`(answer_4,) = course.records(tasks.output('chief:0'))`.",
+            "`(record,) = course.records(tasks.output('chief:0'))` and "
+            "`answer_4 = tasks.exit_codes(), record`.",
         ),
         is_right=of_a_data_worker,
     ),

@@ -8,6 +8,8 @@ WRONG = {
             "answer_2 = json.dumps({'cluster': jobs, 'task': "
             "{'type': 'ps', 'index': 1}})",
             "answer_2 = '{'",
+            "answer_2 = json.dumps({'cluster': jobs | {'worker': "
+            "['w1:2222', 'w2:2222']}, 'task': {'type': 'ps', 'index': 2}})",
         ],
         3: [
             "answer_3 = lambda gradients, sizes: np.mean(gradients, axis=0)",
@@ -109,8 +111,12 @@ WRONG = {
             "sorted(set(range(n)) - set(read[0]) - set(read[1])))",
         ],
         4: [
-            "answer_4 = {'kind': 'disturbed', 'examples': [1] * 400}",
-            "answer_4 = {'kind': 'shares', 'examples': [1] * 380 + [0] * 20}",
+            "answer_4 = {'data_worker:0': [-9]}, "
+            "{'kind': 'disturbed', 'examples': [1] * 400}",
+            "answer_4 = {'data_worker:0': [-9]}, "
+            "{'kind': 'shares', 'examples': [1] * 380 + [0] * 20}",
+            "answer_4 = {'data_worker:0': [], 'worker:1': [-9]}, "
+            "{'kind': 'disturbed', 'examples': [1] * 388 + [0] * 12}",
         ],
         5: ["answer_5 = 'Shares, always.'", "answer_5 = 3"],
     },
