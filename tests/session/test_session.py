@@ -1,5 +1,6 @@
 import functools
 import os
+import resource
 import signal
 import sys
 
@@ -675,6 +676,25 @@ def test_every_checkpoint_is_damaged(tmp_path):
         os.truncate(path, 10)
     with pytest.raises(ValueError, match="Every checkpoint in"):
         train(counted(), 4, checkpoint_dir=str(tmp_path))
+
+
+def test_a_file_that_is_too_large_is_no_end_of_the_data(tmp_path):
+    """TensorFlow reports it as it reports the end of a dataset."""
+
+    class Limit(SessionRunHook):
+        def after_run(self, run_context, run_values):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    options = {"save_checkpoint_steps": 2, "save_summaries_steps": 0}
+    try:
+        with pytest.raises(OSError, match=r"ckpt-2_temp.*too large"):
+            train(counted(), 9, [Limit()], checkpoint_dir=tmp_path, **options)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    session = train(counted(), 4, checkpoint_dir=tmp_path, **options)
+    assert session.restored_from.endswith("model.ckpt-0")
+    assert session.step == 4
 
 
 def test_sigterm_saves_and_asks_to_be_started_again(tmp_path):
