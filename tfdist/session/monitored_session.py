@@ -265,11 +265,12 @@ class MonitoredTrainingSession(RecoverableSession):
             self.wait_for_steps()
             if self.secs_in_steps:
                 self.average_weights()
-            for hook in sorted(
-                self.hooks,
-                key=lambda h: not getattr(h, "sets_variables", False),
-            ):
-                hook.end(self)
+            with recovery.in_hooks(can_end=False):
+                for hook in sorted(
+                    self.hooks,
+                    key=lambda h: not getattr(h, "sets_variables", False),
+                ):
+                    hook.end(self)
             self._end_threads()
             if self._lockstep:
                 self._lockstep.end()
@@ -315,9 +316,10 @@ class MonitoredTrainingSession(RecoverableSession):
     def _save_all(self) -> None:
         """Has the hooks save, before this process ends or restarts itself."""
         self.wait_for_steps()
-        for hook in self.hooks:
-            if hasattr(hook, "on_preemption"):
-                hook.on_preemption(self)
+        with recovery.in_hooks(can_end=False):
+            for hook in self.hooks:
+                if hasattr(hook, "on_preemption"):
+                    hook.on_preemption(self)
 
     def _resize(self) -> None:
         """Adds and removes workers as `tfdist.cluster.size` requests.
