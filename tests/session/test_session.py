@@ -3,6 +3,7 @@ import os
 import resource
 import signal
 import sys
+from unittest import mock
 
 import keras
 import numpy as np
@@ -14,6 +15,7 @@ from small_models import batches, local_loop, logistic
 
 from tfdist._tf.waiting import wait_for
 from tfdist.checkpoint import checkpoints
+from tfdist.cluster.health import ServerFailure, ServerLostError
 from tfdist.cluster.spec import Cluster
 from tfdist.hooks.basic import LoggingTensorHook, StopAtStepHook
 from tfdist.hooks.saving_hooks import CheckpointSaverHook
@@ -21,6 +23,9 @@ from tfdist.hooks.session_run_hook import SessionRunArgs, SessionRunHook
 from tfdist.launch.testing import LocalCluster
 from tfdist.session import recovery
 from tfdist.session.monitored_session import MonitoredTrainingSession, Trainable
+
+FROZEN = ServerFailure.FROZEN
+CANCELLED = tf.errors.CancelledError(None, None, "Graph execution error:\nGone")
 
 
 class Recorder(SessionRunHook):
@@ -630,6 +635,28 @@ def test_pages_of_an_error_end_with_its_line():
     with pytest.raises(tf.errors.ResourceExhaustedError) as raised:
         train(counted(), 5, [Raiser("after_run", error)])
     assert raised.value.__notes__ == ["RESOURCE_EXHAUSTED: No space left"]
+
+
+@pytest.mark.parametrize(
+    ("error", "found", "reason"),
+    [
+        (ServerLostError({"ps:0": FROZEN}), {}, "ps:0 does not answer"),
+        (CANCELLED, {"ps:0": FROZEN}, "Gone"),
+    ],
+)
+def test_a_server_lost_at_the_end(error, found, reason, monkeypatch):
+    class Loses(SessionRunHook):
+        def end(self, session):
+            session._health = mock.Mock()
+            session._health.look.return_value = found
+            raise error
+
+    def restart(reason):
+        raise SystemExit(reason)
+
+    monkeypatch.setattr(recovery, "restart_process", restart)
+    with pytest.raises(SystemExit, match=f"^{reason}$"):
+        train(counted(), 2, [Loses()])
 
 
 def test_other_variables_the_second_time():

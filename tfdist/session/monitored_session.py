@@ -275,9 +275,9 @@ class MonitoredTrainingSession(RecoverableSession):
             if self._lockstep:
                 self._lockstep.end()
         except Exception as error:
-            lost = isinstance(error, tf.errors.OpError) and self._health
-            if lost and lost.look():
-                recovery.restart_process(str(error))
+            health = isinstance(error, recovery.FAILURES) and self._health
+            if health and (getattr(error, "lost", {}) or health.look()):
+                recovery.restart_process(summarize_error(error))
             self._tell_failure(error)
             raise
         finally:
