@@ -21,7 +21,7 @@ from tfdist.hooks.basic import LoggingTensorHook, StopAtStepHook
 from tfdist.hooks.saving_hooks import CheckpointSaverHook
 from tfdist.hooks.session_run_hook import SessionRunArgs, SessionRunHook
 from tfdist.launch.testing import LocalCluster
-from tfdist.session import recovery
+from tfdist.session import recoverable, recovery
 from tfdist.session.monitored_session import MonitoredTrainingSession, Trainable
 
 FROZEN = ServerFailure.FROZEN
@@ -654,8 +654,29 @@ def test_a_server_lost_at_the_end(error, found, reason, monkeypatch):
     def restart(reason):
         raise SystemExit(reason)
 
-    monkeypatch.setattr(recovery, "restart_process", restart)
+    monkeypatch.delenv("TFDIST_FAILURES", raising=False)
+    monkeypatch.setattr(recoverable, "restart_process", restart)
     with pytest.raises(SystemExit, match=f"^{reason}$"):
+        train(counted(), 2, [Loses()])
+
+
+def test_a_process_lost_at_the_end(monkeypatch):
+    """In all-reduce; an error of the user's own hook is raised in the end."""
+
+    class Loses(SessionRunHook):
+        def end(self, session):
+            session._in_sync = True
+            raise tf.errors.UnavailableError(None, None, "worker:0 is gone")
+
+    def restart(reason):
+        raise SystemExit(reason)
+
+    monkeypatch.delenv("TFDIST_FAILURES", raising=False)
+    monkeypatch.setattr(recoverable, "restart_process", restart)
+    for _ in range(recovery.MAX_REPEATS - 1):
+        with pytest.raises(SystemExit, match="worker:0 is gone"):
+            train(counted(), 2, [Loses()])
+    with pytest.raises(tf.errors.UnavailableError, match="worker:0 is gone"):
         train(counted(), 2, [Loses()])
 
 

@@ -64,7 +64,8 @@ class MonitoredTrainingSession(RecoverableSession):
       already reached its last step runs no step.
     * `NanTensorHook`s run first, so that no NaN they find is saved.
     * When a loop's input ends, the session ends after the hooks' last calls.
-    * If a server is lost in `end`, this process restarts itself.
+    * If a server (in all-reduce: a process) is lost in `end`, this process
+      restarts itself.
     * A `CheckpointSaverHook` for `checkpoint_dir` replaces the session's own.
     * No `graph.pbtxt` or `.meta` files are written.
     * On parameter servers only the chief has a session; workers and ps call
@@ -275,9 +276,8 @@ class MonitoredTrainingSession(RecoverableSession):
             if self._lockstep:
                 self._lockstep.end()
         except Exception as error:
-            health = isinstance(error, recovery.FAILURES) and self._health
-            if health and (getattr(error, "lost", {}) or health.look()):
-                recovery.restart_process(summarize_error(error))
+            if isinstance(error, recovery.FAILURES):
+                self._restart_if_lost(error)
             self._tell_failure(error)
             raise
         finally:
