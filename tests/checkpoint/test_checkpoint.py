@@ -390,7 +390,7 @@ def test_a_list_that_is_missing(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", [b"\xff\xfe\x00\x80", b"no list", b"a: \x00"]
+    "content", [b"\xff\xfe\x00\x80", b"no list", b"a: \x00", b""]
 )
 def test_a_list_of_garbage(tmp_path, content):
     saved_until(tmp_path, 1)
@@ -406,6 +406,15 @@ def test_a_list_of_garbage(tmp_path, content):
             act()
         assert type(raised.value) is ValueError
         assert str(tmp_path / "checkpoint") in str(raised.value)
+
+
+def test_a_list_that_is_emptied_while_a_job_runs(tmp_path):
+    step = {"global_step": tf.Variable(0, dtype=tf.int64)}
+    job = Checkpoints(str(tmp_path), step)
+    job.save(1)
+    (tmp_path / "checkpoint").write_bytes(b"")  # As after a power failure.
+    with pytest.raises(ValueError, match=r"damaged.*To continue, write"):
+        job.save(2)
 
 
 KILLED = """

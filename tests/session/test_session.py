@@ -1,7 +1,9 @@
 import functools
 import os
+import resource
 import signal
 import sys
+from unittest import mock
 
 import keras
 import numpy as np
@@ -13,13 +15,17 @@ from small_models import batches, local_loop, logistic
 
 from tfdist._tf.waiting import wait_for
 from tfdist.checkpoint import checkpoints
+from tfdist.cluster.health import ServerFailure, ServerLostError
 from tfdist.cluster.spec import Cluster
 from tfdist.hooks.basic import LoggingTensorHook, StopAtStepHook
 from tfdist.hooks.saving_hooks import CheckpointSaverHook
 from tfdist.hooks.session_run_hook import SessionRunArgs, SessionRunHook
 from tfdist.launch.testing import LocalCluster
-from tfdist.session import recovery
+from tfdist.session import recoverable, recovery
 from tfdist.session.monitored_session import MonitoredTrainingSession, Trainable
+
+FROZEN = ServerFailure.FROZEN
+CANCELLED = tf.errors.CancelledError(None, None, "Graph execution error:\nGone")
 
 
 class Recorder(SessionRunHook):
@@ -631,6 +637,49 @@ def test_pages_of_an_error_end_with_its_line():
     assert raised.value.__notes__ == ["RESOURCE_EXHAUSTED: No space left"]
 
 
+@pytest.mark.parametrize(
+    ("error", "found", "reason"),
+    [
+        (ServerLostError({"ps:0": FROZEN}), {}, "ps:0 does not answer"),
+        (CANCELLED, {"ps:0": FROZEN}, "Gone"),
+    ],
+)
+def test_a_server_lost_at_the_end(error, found, reason, monkeypatch):
+    class Loses(SessionRunHook):
+        def end(self, session):
+            session._health = mock.Mock()
+            session._health.look.return_value = found
+            raise error
+
+    def restart(reason):
+        raise SystemExit(reason)
+
+    monkeypatch.delenv("TFDIST_FAILURES", raising=False)
+    monkeypatch.setattr(recoverable, "restart_process", restart)
+    with pytest.raises(SystemExit, match=f"^{reason}$"):
+        train(counted(), 2, [Loses()])
+
+
+def test_a_process_lost_at_the_end(monkeypatch):
+    """In all-reduce; an error of the user's own hook is raised in the end."""
+
+    class Loses(SessionRunHook):
+        def end(self, session):
+            session._in_sync = True
+            raise tf.errors.UnavailableError(None, None, "worker:0 is gone")
+
+    def restart(reason):
+        raise SystemExit(reason)
+
+    monkeypatch.delenv("TFDIST_FAILURES", raising=False)
+    monkeypatch.setattr(recoverable, "restart_process", restart)
+    for _ in range(recovery.MAX_REPEATS - 1):
+        with pytest.raises(SystemExit, match="worker:0 is gone"):
+            train(counted(), 2, [Loses()])
+    with pytest.raises(tf.errors.UnavailableError, match="worker:0 is gone"):
+        train(counted(), 2, [Loses()])
+
+
 def test_other_variables_the_second_time():
     first, second = make(), make(hidden=more)
     builds = iter([first, second])
@@ -675,6 +724,25 @@ def test_every_checkpoint_is_damaged(tmp_path):
         os.truncate(path, 10)
     with pytest.raises(ValueError, match="Every checkpoint in"):
         train(counted(), 4, checkpoint_dir=str(tmp_path))
+
+
+def test_a_file_that_is_too_large_is_no_end_of_the_data(tmp_path):
+    """TensorFlow reports it as it reports the end of a dataset."""
+
+    class Limit(SessionRunHook):
+        def after_run(self, run_context, run_values):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    options = {"save_checkpoint_steps": 2, "save_summaries_steps": 0}
+    try:
+        with pytest.raises(OSError, match=r"ckpt-2_temp.*too large"):
+            train(counted(), 9, [Limit()], checkpoint_dir=tmp_path, **options)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    session = train(counted(), 4, checkpoint_dir=tmp_path, **options)
+    assert session.restored_from.endswith("model.ckpt-0")
+    assert session.step == 4
 
 
 def test_sigterm_saves_and_asks_to_be_started_again(tmp_path):

@@ -320,13 +320,17 @@ def test_another_number_of_features_later(tmp_path, caplog, signature):
 
 
 class Full(tfdist.SessionRunHook):
-    def after_run(self, run_context, run_values):
+    def __init__(self, method):
+        setattr(self, method, self.fail)
+
+    def fail(self, *args):
         raise tf.errors.ResourceExhaustedError(None, None, "no space left")
 
 
-def test_what_a_hook_fails_with_is_not_laid_to_the_batches(tmp_path):
+@pytest.mark.parametrize("method", ["after_run", "end"])
+def test_what_a_hook_fails_with_is_not_laid_to_the_batches(tmp_path, method):
     with pytest.raises(tf.errors.ResourceExhaustedError) as raised:
-        estimator(tmp_path).train(batches, hooks=[Full()])
+        estimator(tmp_path).train(batches, hooks=[Full(method)])
     assert not hasattr(raised.value, "__notes__")
 
 

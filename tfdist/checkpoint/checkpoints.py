@@ -229,7 +229,7 @@ class Checkpoints:
         """Raises if another process has saved here since this one started."""
         ours = _ours[self._directory]
         ours |= {None, self.latest, *self._manager.checkpoints}
-        if (newest := tf.train.latest_checkpoint(self._directory)) not in ours:
+        if (newest := _newest(self._directory)) not in ours:
             raise RuntimeError(
                 f"Another job saves in {self._directory!r}: {newest!r} is not "
                 "from this job, which stops. Give each job its own model_dir."
@@ -353,10 +353,10 @@ def _check_there_is_none(directory: str) -> None:
 
 
 def _newest(directory: str) -> str | None:
-    """Like `tf.train.latest_checkpoint`; names the list if it is not text."""
+    """Like `tf.train.latest_checkpoint`; names a list that names none."""
     try:
         return tf.train.latest_checkpoint(directory)
-    except UnicodeDecodeError as error:
+    except ValueError as error:
         raise ValueError(
             f"'{directory}/checkpoint', the list of checkpoints, is damaged: "
             f"{error}. {_WAYS_OUT}"

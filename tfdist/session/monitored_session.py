@@ -64,7 +64,8 @@ class MonitoredTrainingSession(RecoverableSession):
       already reached its last step runs no step.
     * `NanTensorHook`s run first, so that no NaN they find is saved.
     * When a loop's input ends, the session ends after the hooks' last calls.
-    * If a server is lost in `end`, this process restarts itself.
+    * If a server (in all-reduce: a process) is lost in `end`, this process
+      restarts itself.
     * A `CheckpointSaverHook` for `checkpoint_dir` replaces the session's own.
     * No `graph.pbtxt` or `.meta` files are written.
     * On parameter servers only the chief has a session; workers and ps call
@@ -265,18 +266,18 @@ class MonitoredTrainingSession(RecoverableSession):
             self.wait_for_steps()
             if self.secs_in_steps:
                 self.average_weights()
-            for hook in sorted(
-                self.hooks,
-                key=lambda h: not getattr(h, "sets_variables", False),
-            ):
-                hook.end(self)
+            with recovery.in_hooks(can_end=False):
+                for hook in sorted(
+                    self.hooks,
+                    key=lambda h: not getattr(h, "sets_variables", False),
+                ):
+                    hook.end(self)
             self._end_threads()
             if self._lockstep:
                 self._lockstep.end()
         except Exception as error:
-            lost = isinstance(error, tf.errors.OpError) and self._health
-            if lost and lost.look():
-                recovery.restart_process(str(error))
+            if isinstance(error, recovery.FAILURES):
+                self._restart_if_lost(error)
             self._tell_failure(error)
             raise
         finally:
@@ -315,9 +316,10 @@ class MonitoredTrainingSession(RecoverableSession):
     def _save_all(self) -> None:
         """Has the hooks save, before this process ends or restarts itself."""
         self.wait_for_steps()
-        for hook in self.hooks:
-            if hasattr(hook, "on_preemption"):
-                hook.on_preemption(self)
+        with recovery.in_hooks(can_end=False):
+            for hook in self.hooks:
+                if hasattr(hook, "on_preemption"):
+                    hook.on_preemption(self)
 
     def _resize(self) -> None:
         """Adds and removes workers as `tfdist.cluster.size` requests.

@@ -221,8 +221,10 @@ class RecoverableSession:
             except recovery.FAILURES as error:
                 self._drop(error)
 
-    def _drop(self, error: Exception) -> None:
-        """Drops everything that may refer to lost state, or raises."""
+    def _remedy(
+        self, error: Exception
+    ) -> tuple[RecoveryAction, dict[str, ServerFailure]]:
+        """Chooses the response to an error; returns the lost servers, too."""
         if self._lockstep:
             self._lockstep.check_failed()
         lost = dict(getattr(error, "lost", {}))
@@ -231,6 +233,22 @@ class RecoverableSession:
         action = recovery.choose_action(
             error, lost, self._failures.in_a_row, in_sync=self._in_sync
         )
+        return action, lost
+
+    def _restart_if_lost(self, error: Exception) -> None:
+        """Restarts this process if a task was lost while the session ended."""
+        action, lost = self._remedy(error)
+        if action is RecoveryAction.RAISE or not (lost or self._in_sync):
+            return
+        if lost or not self._failures.is_user_error(error, self.step):
+            self._sigterm.leave()
+            self._failures.add()
+            self._failures.keep()
+            restart_process(summarize_error(error))
+
+    def _drop(self, error: Exception) -> None:
+        """Drops everything that may refer to lost state, or raises."""
+        action, lost = self._remedy(error)
         if self._keeps and self._failures.count and action.name == "RAISE":
             action = RecoveryAction.REBUILD  # Keeps nothing this time.
         step = getattr(error, "saved_step", self.step)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import errno
 import logging
 import os
 import sys
@@ -98,12 +99,15 @@ def restart_process(reason: str) -> None:
 def in_hooks(can_end: bool = True) -> Iterator[None]:
     """Marks errors raised inside the context as errors of hooks.
 
-    Warns of those that end training, if hooks `can_end` it.
+    Warns of those that end training, if hooks `can_end` it. To TensorFlow, a
+    file that is too large (EFBIG) is an end of data: here it is an `OSError`.
     """
     try:
         with unnamed():
             yield
     except (*FAILURES, StopIteration) as error:
+        if os.strerror(errno.EFBIG) in str(error):
+            raise OSError(errno.EFBIG, summarize_error(error)) from error
         error.in_hook = True  # type: ignore[union-attr]
         if can_end and isinstance(error, END_OF_INPUT):
             _log.warning(
