@@ -64,8 +64,7 @@ class MonitoredTrainingSession(RecoverableSession):
       already reached its last step runs no step.
     * `NanTensorHook`s run first, so that no NaN they find is saved.
     * When a loop's input ends, the session ends after the hooks' last calls.
-    * If a server (in all-reduce: a process) is lost in `end`, this process
-      restarts itself.
+    * If another task is lost in `end`, this process restarts itself.
     * A `CheckpointSaverHook` for `checkpoint_dir` replaces the session's own.
     * No `graph.pbtxt` or `.meta` files are written.
     * On parameter servers only the chief has a session; workers and ps call
@@ -263,25 +262,29 @@ class MonitoredTrainingSession(RecoverableSession):
         if self._closed:
             raise RuntimeError("The session is already closed.")
         try:
-            self.wait_for_steps()
-            if self.secs_in_steps:
-                self.average_weights()
-            with recovery.in_hooks(can_end=False):
-                for hook in sorted(
-                    self.hooks,
-                    key=lambda h: not getattr(h, "sets_variables", False),
-                ):
-                    hook.end(self)
-            self._end_threads()
-            if self._lockstep:
-                self._lockstep.end()
+            self._end()
         except Exception as error:
-            if isinstance(error, recovery.FAILURES):
-                self._restart_if_lost(error)
             self._tell_failure(error)
             raise
         finally:
             self._release()
+
+    def _end(self) -> None:
+        hooks = sorted(
+            self.hooks, key=lambda h: not getattr(h, "sets_variables", 0)
+        )
+        try:
+            self.wait_for_steps()
+            if self.secs_in_steps:
+                self.average_weights()
+            with recovery.in_hooks(can_end=False):
+                for hook in hooks:
+                    hook.end(self)
+            self._end_threads()
+            if self._lockstep:
+                self._lockstep.end()
+        except recovery.FAILURES as error:
+            self._drop(error, at_end=True)
 
     def _run(self) -> dict[str, float]:
         if self._stop and not self._follows:  # A hook's request at the start.

@@ -221,10 +221,8 @@ class RecoverableSession:
             except recovery.FAILURES as error:
                 self._drop(error)
 
-    def _remedy(
-        self, error: Exception
-    ) -> tuple[RecoveryAction, dict[str, ServerFailure]]:
-        """Chooses the response to an error; returns the lost servers, too."""
+    def _drop(self, error: Exception, at_end: bool = False) -> None:
+        """Drops what may refer to lost state, or raises; restarts `at_end`."""
         if self._lockstep:
             self._lockstep.check_failed()
         lost = dict(getattr(error, "lost", {}))
@@ -233,30 +231,15 @@ class RecoverableSession:
         action = recovery.choose_action(
             error, lost, self._failures.in_a_row, in_sync=self._in_sync
         )
-        return action, lost
-
-    def _restart_if_lost(self, error: Exception) -> None:
-        """Restarts this process if a task was lost while the session ended."""
-        action, lost = self._remedy(error)
-        if action is RecoveryAction.RAISE or not (lost or self._in_sync):
-            return
-        if lost or not self._failures.is_user_error(error, self.step):
-            self._sigterm.leave()
-            self._failures.add()
-            self._failures.keep()
-            restart_process(summarize_error(error))
-
-    def _drop(self, error: Exception) -> None:
-        """Drops everything that may refer to lost state, or raises."""
-        action, lost = self._remedy(error)
-        if self._keeps and self._failures.count and action.name == "RAISE":
+        if at_end and not (lost or self._in_sync):
+            action = RecoveryAction.RAISE
+        elif self._keeps and self._failures.count and action.name == "RAISE":
             action = RecoveryAction.REBUILD  # Keeps nothing this time.
         step = getattr(error, "saved_step", self.step)
         users = not lost and self._failures.is_user_error(error, step)
         summary = summarize_error(error)
         if action is RecoveryAction.RAISE or users:
-            # Some are pages long.
-            if summary not in str(error).partition("\n")[0]:
+            if summary not in str(error).partition("\n")[0]:  # Pages long.
                 error.add_note(summary)
             raise error
         self._sigterm.leave()
@@ -267,7 +250,8 @@ class RecoverableSession:
             self.step,
             reason,
         )
-        if action is RecoveryAction.REBUILD and not self._have_saved():
+        rebuild = action is RecoveryAction.REBUILD
+        if at_end or (rebuild and not self._have_saved()):
             action = RecoveryAction.RESTART
         if action is RecoveryAction.RESTART and self._cluster:
             self._failures.keep()
