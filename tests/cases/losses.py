@@ -304,6 +304,23 @@ def a_loss_of_each_example(job):
     job.trains_as_fit(lambda: compiled(keras.layers.Dense(1), loss=loss))
 
 
+class OfOneElement(keras.Sequential):
+    """Its loss has the shape [1], as that of KerasHub's `RQVAEBackbone`."""
+
+    def compute_loss(self, x, y, y_pred, sample_weight=None):
+        return keras.ops.mean((y - y_pred) ** 2, keepdims=True)[0]
+
+
+@case()
+def a_loss_of_one_element(job):
+    def model_fn():
+        model = OfOneElement([keras.Input([4]), keras.layers.Dense(1)])
+        model.compile("sgd")
+        return model
+
+    job.trains_as_fit(model_fn)
+
+
 class Sampled(keras.Sequential):
     """Its loss draws; a metric adds up what, and its square."""
 

@@ -754,6 +754,25 @@ def test_predict_keys(trained):
         list(trained.predict(batches, predict_keys=["a"]))
 
 
+def test_outputs_that_are_not_of_examples(tmp_path):
+    """Attention by layer, a scale: examples would be lost, or share them."""
+
+    def model_fn():
+        x = keras.Input([4])
+        by_layer = keras.ops.stack([x, x])
+        outputs = {"by_layer": by_layer, "y": keras.layers.Dense(1)(x)}
+        model = keras.Model(x, outputs)
+        model.compile("sgd", {"y": "mse"})
+        return model
+
+    made = tfdist.Estimator(model_fn, tfdist.RunConfig(tmp_path))
+    with pytest.raises(ValueError, match=r"'by_layer': \(2, 8, 4\).*keys"):
+        list(made.predict(batches))
+    assert len(list(made.predict(batches, "y"))) == 64
+    whole = next(made.predict(batches, yield_single_examples=False))
+    assert whole["by_layer"].shape == (2, 8, 4)
+
+
 def test_one_predict_key(tmp_path):
     """As TF 1's programs have it: a name, which is no list of letters."""
 

@@ -309,7 +309,8 @@ class Estimator:
                 the batch dimension, rather than batches.
 
         Raises:
-            ValueError: the output has no such key.
+            ValueError: the output has no such key, or cannot be split into
+                examples.
         """
         path = checkpoint_path or self.latest_checkpoint()
         for outputs in self._outputs(input_fn, path):
@@ -318,7 +319,7 @@ class Estimator:
             if not yield_single_examples:
                 yield outputs
                 continue
-            for i in range(len(tf.nest.flatten(outputs)[0])):
+            for i in range(_num_examples(outputs)):
                 yield tf.nest.map_structure(lambda a, i=i: a[i], outputs)
 
     def _on_workers(self, path: str | None) -> RemoteForward | None:
@@ -448,3 +449,16 @@ def _chosen(outputs: Any, keys: Sequence[str] | str) -> dict[str, Any]:
             f"predict_keys={list(keys)}; the model has {names or 'one tensor'}."
         )
     return {key: outputs[key] for key in keys}
+
+
+def _num_examples(outputs: Any) -> int:
+    """Returns the first dimension, which all of a model's outputs share."""
+    first, *others = {np.shape(a)[:1] for a in tf.nest.flatten(outputs)}
+    if others or not first:
+        shapes = tf.nest.map_structure(np.shape, outputs)
+        raise ValueError(
+            "The model's outputs cannot be split into examples, as their first "
+            f"dimensions differ. Received: outputs of shapes {shapes}. Leave "
+            "some out by `predict_keys`, or set yield_single_examples=False."
+        )
+    return first[0]

@@ -256,14 +256,17 @@ def training_of(function: Callable, training: bool) -> dict[str, bool]:
 def loss_of(
     model: keras.Model, batch: Any, y_pred: Any, training: bool
 ) -> tf.Tensor:
-    """Returns the scalar of `compute_loss`; otherwise raises `ValueError`."""
+    """Returns the number of `compute_loss`; otherwise raises `ValueError`."""
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
     options = training_of(model.compute_loss, training)
     loss = model.compute_loss(x, y, y_pred, sample_weight, **options)
-    if tf.convert_to_tensor(loss).shape.rank:
+    shape = tf.convert_to_tensor(loss).shape
+    if shape.rank and shape.num_elements() == 1:  # As in KerasHub's RQVAE.
+        return tf.reshape(loss, [])
+    if shape.rank:
         raise ValueError(
             f"The loss of model {model.name!r} must be a scalar. Received: a "
-            f"loss of shape {loss.shape}. Remove reduction=None of a loss, and "
+            f"loss of shape {shape}. Remove reduction=None of a loss, and "
             "reduce the result of `compute_loss` or `add_loss` to its mean."
         )
     return loss
