@@ -6,7 +6,9 @@ import contextlib
 import dataclasses
 import difflib
 import inspect
+import json
 import logging
+import os
 import tempfile
 import zlib
 from collections.abc import Iterable, Sequence
@@ -15,8 +17,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist._tf import storage
 from tfdist._tf.arguments import check_at_least
 from tfdist._tf.tracing import check_tensorflow
+from tfdist.checkpoint import checkpoints
 from tfdist.cluster.size import ClusterSize
 from tfdist.cluster.spec import Cluster
 from tfdist.cluster.strategies import multi_worker_strategy
@@ -29,7 +33,7 @@ from tfdist.estimator.run_config import RunConfig
 from tfdist.estimator.specs import EvalSpec, TrainSpec
 from tfdist.estimator.training import train_and_evaluate
 from tfdist.hooks.callbacks import Callback, KerasCallbackHook
-from tfdist.hooks.session_run_hook import SessionRunHook
+from tfdist.hooks.session_run_hook import Session, SessionRunHook
 
 _log = logging.getLogger(__name__)
 
@@ -86,7 +90,10 @@ def fit(
       are split between the workers; a function without an argument is read by
       each worker from the start.
     * A call with the `model_dir` of an earlier call resumes its job: `epochs`
-      is the total for the job.
+      is the total for the job. If the job has ended, also because a callback
+      stopped it, the call trains nothing, calls no callback, and returns the
+      same `History`, which is kept in `<model_dir>/history.json`. With more
+      `epochs`, or without this file, it trains on, and callbacks start over.
 
     Args:
         model_fn: As for `Estimator`.
@@ -206,18 +213,78 @@ def fit(
         eval_dir = estimator.eval_dir() if eval_spec else None
         given = keras.tree.flatten(callbacks or [])
         hook = KerasCallbackHook([*given, history], steps, eval_dir, epochs)
-        train_spec = TrainSpec(endless, epochs * steps, (*(hooks or ()), hook))
+        path = os.path.join(run.model_dir, "history.json")
+        keep = _KeepHistory(path, epochs * steps, hook, history)
+        own, last_step = (hook, keep), epochs * steps
+        if ended := keep.read():
+            own, last_step = (), ended["global_step"]
+        train_spec = TrainSpec(endless, last_step, (*(hooks or ()), *own))
         metrics, _ = train_and_evaluate(estimator, train_spec, eval_spec)
         model = estimator.restored_model()
-    metrics = {**(metrics or {})}
+    metrics, evaluated_step = {**(metrics or {})}, hook.evaluated_step
+    if ended:
+        history.epoch, history.history = ended["epoch"], ended["history"]
+        evaluated_step = ended["evaluated_step"]
     step = metrics.pop("global_step", -1)
     for name, value in metrics.items():
         # A callback stopped training mid-epoch; it was evaluated afterwards.
-        if step > hook.evaluated_step:
+        if step > evaluated_step:
             history.history.setdefault(f"val_{name}", []).append(value)
     history.set_model(model)
     model.history = history  # As `fit` of Keras leaves it.
     return model, history
+
+
+@dataclasses.dataclass(eq=False)
+class _KeepHistory(SessionRunHook):
+    """Keeps the `History` of a job that its epochs or its callbacks ended.
+
+    Only once the last checkpoint is saved: callbacks may have set the best
+    weights, which a job that dies before has lost, and so it trains on.
+    """
+
+    path: str
+    max_steps: int
+    hook: KerasCallbackHook
+    history: keras.callbacks.History
+
+    def read(self) -> dict[str, Any] | None:
+        """Returns what `end` wrote, if the job is still there and no longer."""
+        ended = results.read_json(self.path)
+        newest = checkpoints.latest(os.path.dirname(self.path))
+        if not (ended and newest):
+            return None
+        step, most = ended["global_step"], ended["max_steps"]
+        # From the name, because the checkpoint may be damaged.
+        if int(newest.rpartition("-")[2]) != step or self.max_steps > most:
+            return None
+        if step < self.max_steps:
+            _log.warning(
+                "A callback stopped this job at step %d. No step is run. Raise "
+                "`epochs` to continue, or delete %s.",
+                step,
+                self.path,
+            )
+        return ended
+
+    def end(self, session: Session) -> None:
+        """Writes the history, unless a hook has stopped a job to resume."""
+        assert session.model is not None
+        stopped = session.model.stop_training
+        if session.is_chief and (stopped or session.step >= self.max_steps):
+            ended = {
+                "global_step": session.step,
+                "max_steps": self.max_steps,
+                "evaluated_step": self.hook.evaluated_step,
+                "epoch": self.history.epoch,
+                "history": self.history.history,
+            }
+            storage.write_text(self.path, json.dumps(ended, default=_plain))
+
+
+def _plain(value: Any) -> Any:
+    """Converts what is no number of Python: callbacks may log anything."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def _limited(argument: str, value: Any, most: int | None) -> Any:
