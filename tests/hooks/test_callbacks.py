@@ -275,6 +275,15 @@ def test_a_restarted_job_goes_on_in_its_epoch(tmp_path):
     ]
 
 
+def test_a_restarted_job_keeps_the_rows_of_its_log(tmp_path):
+    for last_step in (4, 10, 12):
+        log = callbacks.CSVLogger(str(tmp_path / "log.csv"))
+        job = {"checkpoint_dir": str(tmp_path / "job")}
+        train([KerasCallbackHook([log], 4)], last_step, **job)
+    found = [row["epoch"] for row in rows(tmp_path / "log.csv")]
+    assert found == [0, 1, 2, 2]  # The third call ended in an epoch.
+
+
 def test_a_recovery_ends_no_epoch_twice(tmp_path):
     recorder = Recorder()
     model, step = train(

@@ -202,6 +202,8 @@ class KerasCallbackHook(SessionRunHook):
             checks.check_writers(callback)
             if _saves_by_batches(callback):
                 resume_at(callback, session.step, self._steps_per_epoch)
+            if isinstance(callback, keras.callbacks.CSVLogger):
+                callback.append |= session.step > 0  # Rows of this job.
         self._step, self._epoch = session.step, -1
         epoch, done = divmod(session.step, self._steps_per_epoch)
         if not self._begun:
