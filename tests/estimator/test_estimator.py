@@ -313,11 +313,21 @@ def test_fit_that_has_ended_stays_ended(stop, epochs, tmp_path):
     assert longer.epoch[0] == step // 4
 
 
-def test_fit_that_dies_before_the_best_weights_are_saved_trains_on(tmp_path):
-    class Dies(keras.callbacks.Callback):
-        def on_train_end(self, logs=None):
+class Dies(keras.callbacks.Callback):
+    def __init__(self, epoch=None):
+        super().__init__()
+        self.epoch = epoch
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == self.epoch:
             raise SystemExit
 
+    def on_train_end(self, logs=None):
+        if self.epoch is None:
+            raise SystemExit
+
+
+def test_fit_that_dies_before_the_best_weights_are_saved_trains_on(tmp_path):
     stop = {"min_delta": 9.0, "patience": 1, "restore_best_weights": True}
 
     def run(*others):
@@ -332,7 +342,48 @@ def test_fit_that_dies_before_the_best_weights_are_saved_trains_on(tmp_path):
 
     with pytest.raises(SystemExit):
         run(Dies())
-    assert run()[1].epoch == [2, 3]
+    step = tfdist.checkpoint.latest(tmp_path).rpartition("-")[2]
+    assert step == "4"
+    _, history = run()
+    assert history.epoch == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_the_history_has_the_epochs_before_a_death(every, tmp_path):
+    """Unless they run again, as the last checkpoint is older."""
+
+    def run(*deaths, epochs=4):
+        for death in deaths:
+            with pytest.raises(SystemExit):
+                run_once(epochs, [death])
+        return run_once(epochs)
+
+    def run_once(epochs, these=()):
+        _, history = tfdist.fit(
+            model_fn,
+            examples(8),
+            validation_data=examples(8),
+            epochs=epochs,
+            batch_size=4,
+            callbacks=these,
+            model_dir=str(tmp_path / f"{len(dead)}"),
+            save_checkpoints_steps=2 * every,
+            shuffle=False,
+        )
+        return history
+
+    found = []
+    for dead in ([], [Dies(1), Dies(3), Dies()]):
+        found.append(run(*dead))
+    whole, together = found
+    if every == 1:
+        assert together.epoch == whole.epoch == [0, 1, 2, 3]
+        assert together.history.keys() == whole.history.keys()
+        for name, values in whole.history.items():
+            assert together.history[name] == pytest.approx(values)
+    else:
+        assert together.epoch == [2, 3]
+    assert run(epochs=6).epoch == [4, 5]
 
 
 def test_fit_goes_on_in_the_order_of_its_arrays(tmp_path, monkeypatch):
