@@ -95,8 +95,8 @@ def fit(
       are split between the workers; a function without an argument is read by
       each worker from the start.
     * A call with the `model_dir` of an earlier call resumes its job: `epochs`
-      is the total for the job. The `History` has all epochs, also those of a
-      process that died. If the job has ended, also because a callback stopped
+      is the total for the job. If a process has died, the `History` includes
+      the epochs before. If the job has ended, also because a callback stopped
       it, the call trains nothing, calls no callback, and returns the same
       `History`, which is kept in `<model_dir>/history.json`. With more
       `epochs`, or without this file, it trains on, and callbacks start over.
