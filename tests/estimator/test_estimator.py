@@ -258,6 +258,134 @@ def test_each_evaluation_is_in_the_history_once(
     assert history.history["val_loss"] == pytest.approx(expected)
 
 
+class StopsAtBatch(keras.callbacks.Callback):
+    """Stops in an epoch, and logs what is no number of Python."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.model.stop_training = True
+
+    def on_epoch_end(self, epoch, logs=None):
+        logs["scale"] = np.float32(0.5)
+
+
+@pytest.mark.parametrize(
+    ("stop", "epochs"),
+    [
+        (
+            lambda: keras.callbacks.EarlyStopping(
+                min_delta=9.0, patience=2, restore_best_weights=True
+            ),
+            [0, 1, 2],
+        ),
+        (StopsAtBatch, [0]),
+        (keras.callbacks.Callback, [0, 1, 2, 3]),
+    ],
+)
+def test_fit_that_has_ended_stays_ended(stop, epochs, tmp_path):
+    """Also if a callback stopped it, which a new process would not know."""
+    x, y = examples(16)
+    log = tmp_path / "log.csv"
+
+    def run(epochs=4):
+        model, history = tfdist.fit(
+            model_fn,
+            (x, y),
+            validation_data=(x, y),
+            epochs=epochs,
+            batch_size=4,
+            callbacks=[stop(), keras.callbacks.CSVLogger(log)],
+            model_dir=str(tmp_path / "job"),
+        )
+        return model.get_weights(), history
+
+    weights, history = run()
+    assert history.epoch == epochs
+    logged = log.read_text()
+    for _ in range(2):
+        again, same = run()
+        assert same.epoch == epochs
+        assert same.history == history.history
+        for one, two in zip(again, weights, strict=True):
+            np.testing.assert_array_equal(one, two)
+        assert log.read_text() == logged  # No callback was called.
+    step = int(tfdist.checkpoint.latest(tmp_path / "job").rpartition("-")[2])
+    _, longer = run(epochs=5)
+    assert longer.epoch[0] == step // 4
+
+
+class Dies(keras.callbacks.Callback):
+    def __init__(self, epoch=None):
+        super().__init__()
+        self.epoch = epoch
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == self.epoch:
+            raise SystemExit
+
+    def on_train_end(self, logs=None):
+        if self.epoch is None:
+            raise SystemExit
+
+
+def test_fit_that_dies_before_the_best_weights_are_saved_trains_on(tmp_path):
+    stop = {"min_delta": 9.0, "patience": 1, "restore_best_weights": True}
+
+    def run(*others):
+        return tfdist.fit(
+            model_fn,
+            examples(8),
+            epochs=4,
+            batch_size=4,
+            callbacks=[keras.callbacks.EarlyStopping("loss", **stop), *others],
+            model_dir=str(tmp_path),
+        )
+
+    with pytest.raises(SystemExit):
+        run(Dies())
+    step = tfdist.checkpoint.latest(tmp_path).rpartition("-")[2]
+    assert step == "4"
+    _, history = run()
+    assert history.epoch == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_the_history_has_the_epochs_before_a_death(every, tmp_path):
+    """Unless they run again, as the last checkpoint is older."""
+
+    def run(*deaths, epochs=4):
+        for death in deaths:
+            with pytest.raises(SystemExit):
+                run_once(epochs, [death])
+        return run_once(epochs)
+
+    def run_once(epochs, these=()):
+        _, history = tfdist.fit(
+            model_fn,
+            examples(8),
+            validation_data=examples(8),
+            epochs=epochs,
+            batch_size=4,
+            callbacks=these,
+            model_dir=str(tmp_path / f"{len(dead)}"),
+            save_checkpoints_steps=2 * every,
+            shuffle=False,
+        )
+        return history
+
+    found = []
+    for dead in ([], [Dies(1), Dies(3), Dies()]):
+        found.append(run(*dead))
+    whole, together = found
+    if every == 1:
+        assert together.epoch == whole.epoch == [0, 1, 2, 3]
+        assert together.history.keys() == whole.history.keys()
+        for name, values in whole.history.items():
+            assert together.history[name] == pytest.approx(values)
+    else:
+        assert together.epoch == [2, 3]
+    assert run(epochs=6).epoch == [4, 5]
+
+
 def test_fit_goes_on_in_the_order_of_its_arrays(tmp_path, monkeypatch):
     """Though nobody has set a seed: each example comes once an epoch."""
     monkeypatch.setattr(tf.compat.v1, "get_seed", lambda _: (None, None))

@@ -275,6 +275,15 @@ def test_a_restarted_job_goes_on_in_its_epoch(tmp_path):
     ]
 
 
+def test_a_restarted_job_keeps_the_rows_of_its_log(tmp_path):
+    for last_step in (4, 10, 12):
+        log = callbacks.CSVLogger(str(tmp_path / "log.csv"))
+        job = {"checkpoint_dir": str(tmp_path / "job")}
+        train([KerasCallbackHook([log], 4)], last_step, **job)
+    found = [row["epoch"] for row in rows(tmp_path / "log.csv")]
+    assert found == [0, 1, 2, 2]  # The third call ended in an epoch.
+
+
 def test_a_recovery_ends_no_epoch_twice(tmp_path):
     recorder = Recorder()
     model, step = train(
@@ -319,6 +328,50 @@ def test_a_recovery_where_an_epoch_ends_ends_it(stops_at, tmp_path):
         found.append([step, *history.epoch, *history.history["loss"]])
     assert found[0] == pytest.approx(found[1])
     assert found[0][0] == (8 if stops_at == 1 else 12)
+
+
+@pytest.mark.parametrize("saves", [3, 4])
+@pytest.mark.parametrize("fails_at", [1, 2])
+@pytest.mark.parametrize("in_callback", [True, False])
+def test_a_recovery_while_callbacks_end_an_epoch(
+    fails_at, in_callback, saves, tmp_path
+):
+    """As if a ps died while one of them reads weights, or a later hook does."""
+
+    class Fails(callbacks.Callback):
+        ends = 0
+
+        def on_epoch_end(self, epoch, logs=None):
+            self.ends += 1
+            if epoch == fails_at and in_callback and failures:
+                raise failures.pop()
+
+    class FailsLater(EachStep):
+        def after_run(self, run_context, run_values):
+            at_end = run_context.session.step == 4 * fails_at + 4
+            if at_end and not in_callback and failures:
+                raise failures.pop()
+
+    found = []
+    for failures in ([], [tf.errors.UnavailableError(None, None, "gone")]):
+        these = [
+            callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=10.0),
+            callbacks.EarlyStopping("loss", patience=2, min_delta=10.0),
+            Fails(),
+            callbacks.History(),
+        ]
+        model, step = train(
+            [KerasCallbackHook(these, 4), FailsLater()],
+            20,
+            checkpoint_dir=str(tmp_path / str(len(failures))),
+            save_checkpoint_steps=saves,
+        )
+        *_, fails, history = these
+        rate = float(model.optimizer.learning_rate)
+        found.append([step, rate, fails.ends, *history.epoch])
+        found[-1] += history.history["loss"] + history.history["learning_rate"]
+    assert found[0] == pytest.approx(found[1])
+    assert found[0][0] == 12
 
 
 class Setting(callbacks.Callback):

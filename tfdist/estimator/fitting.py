@@ -6,7 +6,9 @@ import contextlib
 import dataclasses
 import difflib
 import inspect
+import json
 import logging
+import os
 import tempfile
 import zlib
 from collections.abc import Iterable, Sequence
@@ -15,8 +17,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist._tf import storage
 from tfdist._tf.arguments import check_at_least
 from tfdist._tf.tracing import check_tensorflow
+from tfdist.checkpoint import checkpoints
 from tfdist.cluster.size import ClusterSize
 from tfdist.cluster.spec import Cluster
 from tfdist.cluster.strategies import multi_worker_strategy
@@ -29,7 +33,12 @@ from tfdist.estimator.run_config import RunConfig
 from tfdist.estimator.specs import EvalSpec, TrainSpec
 from tfdist.estimator.training import train_and_evaluate
 from tfdist.hooks.callbacks import Callback, KerasCallbackHook
-from tfdist.hooks.session_run_hook import SessionRunHook
+from tfdist.hooks.session_run_hook import (
+    RunContext,
+    RunValues,
+    Session,
+    SessionRunHook,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -86,7 +95,11 @@ def fit(
       are split between the workers; a function without an argument is read by
       each worker from the start.
     * A call with the `model_dir` of an earlier call resumes its job: `epochs`
-      is the total for the job.
+      is the total for the job. If a process has died, the `History` includes
+      the epochs before. If the job has ended, also because a callback stopped
+      it, the call trains nothing, calls no callback, and returns the same
+      `History`, which is kept in `<model_dir>/history.json`. With more
+      `epochs`, or without this file, it trains on, and callbacks start over.
 
     Args:
         model_fn: As for `Estimator`.
@@ -206,18 +219,107 @@ def fit(
         eval_dir = estimator.eval_dir() if eval_spec else None
         given = keras.tree.flatten(callbacks or [])
         hook = KerasCallbackHook([*given, history], steps, eval_dir, epochs)
-        train_spec = TrainSpec(endless, epochs * steps, (*(hooks or ()), hook))
+        path = os.path.join(run.model_dir, "history.json")
+        keep = _KeepHistory(path, epochs * steps, hook, history)
+        own: tuple[SessionRunHook, ...] = hook, keep
+        last_step = keep.max_steps
+        if keep.read():
+            own, last_step = (), keep.earlier["global_step"]
+        train_spec = TrainSpec(endless, last_step, (*(hooks or ()), *own))
         metrics, _ = train_and_evaluate(estimator, train_spec, eval_spec)
         model = estimator.restored_model()
+    whole = keep.whole()
+    history.epoch, history.history = whole["epoch"], whole["history"]
     metrics = {**(metrics or {})}
     step = metrics.pop("global_step", -1)
+    in_last = history.epoch[-1:] == [(step - 1) // steps]
     for name, value in metrics.items():
         # A callback stopped training mid-epoch; it was evaluated afterwards.
-        if step > hook.evaluated_step:
+        if in_last and step > whole["evaluated_step"]:
             history.history.setdefault(f"val_{name}", []).append(value)
     history.set_model(model)
     model.history = history  # As `fit` of Keras leaves it.
     return model, history
+
+
+@dataclasses.dataclass(eq=False)
+class _KeepHistory(SessionRunHook):
+    """Keeps the `History` of a call for its next process, and that it ended.
+
+    It ends once the last checkpoint is saved: callbacks may have set the best
+    weights, which a process that dies before has lost.
+    """
+
+    path: str
+    max_steps: int
+    hook: KerasCallbackHook
+    history: keras.callbacks.History
+    # What an earlier process has written.
+    earlier: dict[str, Any] = dataclasses.field(default_factory=dict)
+    written = 0  # The number of epochs.
+
+    def read(self) -> bool:
+        """Reads what is there of this call; returns whether it has ended."""
+        found = results.read_json(self.path)
+        newest = checkpoints.latest(os.path.dirname(self.path))
+        if not (found and newest):
+            return False
+        # From the name, because the checkpoint may be damaged.
+        step, ended = int(newest.rpartition("-")[2]), found["ended"]
+        told = found["global_step"]
+        if step < told or (ended and step > told) or 0 < ended < self.max_steps:
+            return False  # The job went back, has gone on, or is to go on.
+        self.earlier = found
+        if ended and step < self.max_steps:
+            _log.warning(
+                "A callback stopped this job at step %d. No step is run. Raise "
+                "`epochs` to continue, or delete %s.",
+                step,
+                self.path,
+            )
+        return ended > 0
+
+    def whole(self) -> dict[str, Any]:
+        """Returns all epochs of this call."""
+        logs = dict(self.earlier.get("history", {}))
+        for name, values in self.history.history.items():
+            logs[name] = logs.get(name, []) + values
+        evaluated = self.earlier.get("evaluated_step", -1)
+        return {
+            "epoch": self.earlier.get("epoch", []) + self._epochs(),
+            "history": logs,
+            "evaluated_step": max(evaluated, self.hook.evaluated_step),
+        }
+
+    def _epochs(self) -> list[int]:
+        """Returns the epochs of this process."""
+        return getattr(self.history, "epoch", [])  # If it has trained.
+
+    def steps_until_next(self, step: int) -> None:
+        """Any number: `KerasCallbackHook` ends the epochs."""
+
+    def after_run(self, run_context: RunContext, run_values: RunValues) -> None:
+        """Writes the history once an epoch has ended."""
+        if len(self._epochs()) > self.written:
+            self._write(run_context.session, ended=0)
+
+    def end(self, session: Session) -> None:
+        """Writes that no call for so many steps, or fewer, trains any more."""
+        assert session.model is not None
+        stopped = session.model.stop_training  # Else by its steps, or a hook.
+        self._write(session, self.max_steps if stopped else session.step)
+
+    def _write(self, session: Session, ended: int) -> None:
+        self.written = len(self._epochs())
+        if session.is_chief:
+            found = {"global_step": session.step, "ended": ended}
+            text = json.dumps({**found, **self.whole()}, default=_plain)
+            storage.write_text(self.path, text)
+
+
+def _plain(value: Any) -> Any:
+    """Converts what is no number of Python: callbacks may log anything."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def _limited(argument: str, value: Any, most: int | None) -> Any:

@@ -8,8 +8,8 @@ refused, and the error names an alternative. `CALLBACKS.md` lists all callbacks.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import keras
@@ -78,12 +78,14 @@ class KerasCallbackHook(SessionRunHook):
       with the chief's logs. Keras' callbacks that write, and their subclasses,
       run on the chief only, and therefore must not set variables.
     * After a recovery the steps since the last checkpoint run again, but no
-      epoch is reported twice. After a restart of the process (in all-reduce,
-      of any), callbacks start over at the current epoch, and forget a stop that
-      they requested; its logs cover only the steps since then. A
-      `LearningRateScheduler` that multiplies the current rate does so again;
-      compute the rate from the epoch. An epoch interrupted during its last
-      evaluation is never reported as ended.
+      callback is told twice of the end of an epoch, unless the failure came
+      while it was told: then it is called again. After a restart of the process
+      (in all-reduce, of any), callbacks start over at the current epoch, and
+      forget a stop that they requested; its logs cover only the steps since
+      then. A `LearningRateScheduler` that multiplies the current rate does so
+      again; compute the rate from the epoch. If the process dies between the
+      last checkpoint of an epoch and the end of its callbacks, for example in
+      an evaluation, some are never told of it, and what they set is lost.
     * The checkpoint at the end of an epoch is rewritten if a callback then sets
       a saved variable. Changes after a batch are in the next checkpoint, and
       evaluations use checkpoints. If an epoch runs again, learning rates set at
@@ -171,6 +173,9 @@ class KerasCallbackHook(SessionRunHook):
         self._callbacks: list[Callback] = []
         self._epoch = -1  # The current epoch, or -1 between two.
         self._begun_epoch = self._ended_epoch = -1
+        # Of the ended epoch: callbacks not yet told, and whether others stop.
+        self._left: list[Callback] = []
+        self._stops = False
         # Scalars that callbacks set at the end of an epoch; None for tensors.
         self._set: dict[int, dict[str, float | None]] = {}
         self.evaluated_step = -1  # The newest one reported.
@@ -197,6 +202,8 @@ class KerasCallbackHook(SessionRunHook):
             checks.check_writers(callback)
             if _saves_by_batches(callback):
                 resume_at(callback, session.step, self._steps_per_epoch)
+            if isinstance(callback, keras.callbacks.CSVLogger):
+                callback.append |= session.step > 0  # Rows of this job.
         self._step, self._epoch = session.step, -1
         epoch, done = divmod(session.step, self._steps_per_epoch)
         if not self._begun:
@@ -204,8 +211,9 @@ class KerasCallbackHook(SessionRunHook):
             self._begun = True
         elif done and epoch <= self._begun_epoch:  # Before the recovery.
             self._epoch, self._so_far = epoch, None
-        elif not done and self._ended_epoch < epoch - 1 == self._begun_epoch:
-            # Another hook, or an evaluation, failed at the end of the epoch.
+        elif not done and 0 < epoch == self._begun_epoch + 1:
+            # A failure at the end of the epoch: in a callback, another hook,
+            # an evaluation, or before what callbacks then set was saved.
             self._epoch, self._so_far = epoch - 1, dict(self._so_far or {})
             self._end_epoch(session)
             if model.stop_training:
@@ -293,18 +301,40 @@ class KerasCallbackHook(SessionRunHook):
     def _end_epoch(self, session: Session) -> None:
         epoch, self._epoch = self._epoch, -1
         # In all-reduce, all processes use the results that the chief has read.
-        evaluated, results, self._logs = session.agreed(self._found)
+        evaluated, results, logs = session.agreed(self._found)
         if epoch <= self._ended_epoch:
             self._set_again(session, epoch)
-            return
-        self._ended_epoch = epoch
-        with self._metrics(), assigned() as given:
+        else:
+            self._ended_epoch, self._logs, self._stops = epoch, logs, False
+            self._left = [*self._callbacks]
             if results:
                 self.evaluated_step = evaluated
                 self._logs |= {f"val_{k}": v for k, v in results.items()}
-                self._call("on_test_begin", {})
-                self._call("on_test_end", results)
-            self._call_at_end(epoch, evaluated)
+                with self._metrics(), self._noting_what_is_set(session, epoch):
+                    self._call("on_test_begin", {})
+                    self._call("on_test_end", results)
+        assert session.model is not None
+        if epoch == self._ended_epoch:
+            session.model.stop_training |= self._stops
+        while epoch == self._ended_epoch and self._left:
+            callback = self._left[0]
+            before = {**vars(callback)}
+            try:
+                with self._metrics(), self._noting_what_is_set(session, epoch):
+                    self._call_at_end(callback, epoch, evaluated)
+            except Exception:  # After a recovery it is called again.
+                vars(callback).update(before)
+                raise
+            self._stops = session.model.stop_training
+            del self._left[0]
+
+    @contextmanager
+    def _noting_what_is_set(
+        self, session: Session, epoch: int
+    ) -> Iterator[None]:
+        """Notes what callbacks set at the end of an epoch."""
+        with assigned() as given:
+            yield
         assert session.model is not None
         refuse_counters(session.model.optimizer, given)
         held = _held(session.model)
@@ -321,30 +351,31 @@ class KerasCallbackHook(SessionRunHook):
         for path, value in self._set.get(epoch, {}).items():
             if value is None:
                 _log.warning(
-                    "Epoch %d was repeated after a recovery, but %r, set by a "
-                    "callback at its end, is not set again.",
-                    epoch,
+                    "After a recovery, %r, set by a callback at the end of "
+                    "epoch %d, is not set again.",
                     path,
+                    epoch,
                 )
             else:
                 session.unsaved = True
                 held[path].assign(value)
 
-    def _call_at_end(self, epoch: int, evaluated: int) -> None:
-        for callback in self._callbacks:
-            if evaluated == self._step or not _keeps_the_best(callback):
-                callback.on_epoch_end(epoch, self._logs)
-                continue
-            _log.warning(
-                "%s skips epoch %d: its last step, %d, was not evaluated. To "
-                "evaluate each epoch, use RunConfig(save_checkpoints_steps=%d) "
-                "and EvalSpec(throttle_secs=0) without an evaluator task. Or "
-                "use BestExporter to keep the best weights.",
-                type(callback).__name__,
-                epoch,
-                self._step,
-                self._steps_per_epoch,
-            )
+    def _call_at_end(
+        self, callback: Callback, epoch: int, evaluated: int
+    ) -> None:
+        if evaluated == self._step or not _keeps_the_best(callback):
+            callback.on_epoch_end(epoch, self._logs)
+            return
+        _log.warning(
+            "%s skips epoch %d: its last step, %d, was not evaluated. To "
+            "evaluate each epoch, use RunConfig(save_checkpoints_steps=%d) "
+            "and EvalSpec(throttle_secs=0) without an evaluator task. Or "
+            "use BestExporter to keep the best weights.",
+            type(callback).__name__,
+            epoch,
+            self._step,
+            self._steps_per_epoch,
+        )
 
     def _metrics(self) -> AbstractContextManager[None]:
         """A context in which the model's metrics are of the epoch so far."""
