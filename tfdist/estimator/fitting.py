@@ -98,8 +98,8 @@ def fit(
       is the total for the job. If a process has died, the `History` includes
       the epochs before. If the job has ended, also because a callback stopped
       it, the call trains nothing, calls no callback, and returns the same
-      `History`, which is kept in `<model_dir>/history.json`. With more
-      `epochs`, or without this file, it trains on, and callbacks start over.
+      `History`, kept in `<model_dir>/history.json`. With more `epochs`, or
+      without this file, it trains on, and callbacks start over.
 
     Args:
         model_fn: As for `Estimator`.
@@ -202,7 +202,7 @@ def fit(
         if not {"save_checkpoints_steps", "save_checkpoints_secs"} & {*config}:
             run = run.replace(save_checkpoints_steps=steps)
         estimator = Estimator(model_fn, run)
-        eval_spec, history = None, keras.callbacks.History()
+        eval_spec, history = None, _History()
         if validation_data is not None:
             name = "validation_data"
             if on_ps and isinstance(validation_data, tf.data.Dataset):
@@ -223,23 +223,45 @@ def fit(
         keep = _KeepHistory(path, epochs * steps, hook, history)
         own: tuple[SessionRunHook, ...] = hook, keep
         last_step = keep.max_steps
-        if keep.read():
-            own, last_step = (), keep.earlier["global_step"]
+        if keep.read(steps):
+            own, last_step = (), keep.step
         train_spec = TrainSpec(endless, last_step, (*(hooks or ()), *own))
         metrics, _ = train_and_evaluate(estimator, train_spec, eval_spec)
         model = estimator.restored_model()
-    whole = keep.whole()
-    history.epoch, history.history = whole["epoch"], whole["history"]
+    history.set_model(model)
+    history.replay(keep.earlier)
     metrics = {**(metrics or {})}
     step = metrics.pop("global_step", -1)
     in_last = history.epoch[-1:] == [(step - 1) // steps]
     for name, value in metrics.items():
         # A callback stopped training mid-epoch; it was evaluated afterwards.
-        if in_last and step > whole["evaluated_step"]:
+        if in_last and step > hook.evaluated_step:
             history.history.setdefault(f"val_{name}", []).append(value)
-    history.set_model(model)
     model.history = history  # As `fit` of Keras leaves it.
     return model, history
+
+
+class _History(keras.callbacks.History):
+    """A `History` that also keeps its epochs one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int, dict[str, Any]]] = []
+        self.history: dict[str, list[Any]] = {}
+
+    def on_epoch_end(
+        self, epoch: int, logs: dict[str, Any] | None = None
+    ) -> None:
+        super().on_epoch_end(epoch, logs)
+        self.rows.append((epoch, {**(logs or {})}))
+
+    def replay(self, earlier: Iterable[tuple[int, dict[str, Any]]]) -> None:
+        """Puts epochs of an earlier process before its own."""
+        rows, self.rows = [*earlier, *self.rows], []
+        self.history.clear()
+        self.epoch: list[int] = []
+        for epoch, logs in rows:
+            self.on_epoch_end(epoch, logs)
 
 
 @dataclasses.dataclass(eq=False)
@@ -253,54 +275,53 @@ class _KeepHistory(SessionRunHook):
     path: str
     max_steps: int
     hook: KerasCallbackHook
-    history: keras.callbacks.History
-    # What an earlier process has written.
-    earlier: dict[str, Any] = dataclasses.field(default_factory=dict)
+    history: _History
+    # What an earlier process has done, evaluated and saved.
+    earlier: Sequence[tuple[int, dict[str, Any]]] = ()
+    evaluated: int = -1
+    step: int = 0
     written = 0  # The number of epochs.
 
-    def read(self) -> bool:
+    def read(self, steps_per_epoch: int) -> bool:
         """Reads what is there of this call; returns whether it has ended."""
         found = results.read_json(self.path)
         newest = checkpoints.latest(os.path.dirname(self.path))
         if not (found and newest):
             return False
         # From the name, because the checkpoint may be damaged.
-        step, ended = int(newest.rpartition("-")[2]), found["ended"]
-        told = found["global_step"]
-        if step < told or (ended and step > told) or 0 < ended < self.max_steps:
-            return False  # The job went back, has gone on, or is to go on.
-        self.earlier = found
-        if ended and step < self.max_steps:
+        self.step = int(newest.rpartition("-")[2])
+        ended, at_step = found["ended"], found["global_step"]
+        if 0 < ended < self.max_steps or (ended and self.step > at_step):
+            return False  # Callbacks begin another part of the job.
+        has_ended = ended > 0 and self.step == at_step
+        done = self.step // steps_per_epoch  # Later epochs run again.
+        self.earlier = [
+            (epoch, logs)
+            for epoch, logs in found["epochs"]
+            if has_ended or epoch < done
+        ]
+        if found["evaluated_step"] <= self.step:
+            self.evaluated = found["evaluated_step"]
+            self.begin()
+        if has_ended and self.step < self.max_steps:
             _log.warning(
                 "A callback stopped this job at step %d. No step is run. Raise "
                 "`epochs` to continue, or delete %s.",
-                step,
+                self.step,
                 self.path,
             )
-        return ended > 0
+        return has_ended
 
-    def whole(self) -> dict[str, Any]:
-        """Returns all epochs of this call."""
-        logs = dict(self.earlier.get("history", {}))
-        for name, values in self.history.history.items():
-            logs[name] = logs.get(name, []) + values
-        evaluated = self.earlier.get("evaluated_step", -1)
-        return {
-            "epoch": self.earlier.get("epoch", []) + self._epochs(),
-            "history": logs,
-            "evaluated_step": max(evaluated, self.hook.evaluated_step),
-        }
-
-    def _epochs(self) -> list[int]:
-        """Returns the epochs of this process."""
-        return getattr(self.history, "epoch", [])  # If it has trained.
+    def begin(self) -> None:
+        """Lets the hook begin after what an earlier process has evaluated."""
+        self.hook.evaluated_step = self.evaluated
 
     def steps_until_next(self, step: int) -> None:
         """Any number: `KerasCallbackHook` ends the epochs."""
 
     def after_run(self, run_context: RunContext, run_values: RunValues) -> None:
         """Writes the history once an epoch has ended."""
-        if len(self._epochs()) > self.written:
+        if len(self.history.rows) > self.written:
             self._write(run_context.session, ended=0)
 
     def end(self, session: Session) -> None:
@@ -310,11 +331,15 @@ class _KeepHistory(SessionRunHook):
         self._write(session, self.max_steps if stopped else session.step)
 
     def _write(self, session: Session, ended: int) -> None:
-        self.written = len(self._epochs())
+        self.written = len(self.history.rows)
         if session.is_chief:
-            found = {"global_step": session.step, "ended": ended}
-            text = json.dumps({**found, **self.whole()}, default=_plain)
-            storage.write_text(self.path, text)
+            found = {
+                "global_step": session.step,
+                "ended": ended,
+                "evaluated_step": self.hook.evaluated_step,
+                "epochs": [*self.earlier, *self.history.rows],
+            }
+            storage.write_text(self.path, json.dumps(found, default=_plain))
 
 
 def _plain(value: Any) -> Any:
