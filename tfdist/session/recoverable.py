@@ -253,7 +253,7 @@ class RecoverableSession:
         rebuild = action is RecoveryAction.REBUILD
         if at_end or (rebuild and not self._have_saved()):
             action = RecoveryAction.RESTART
-        if action is RecoveryAction.RESTART and self._cluster:
+        if action is RecoveryAction.RESTART and (self._cluster or at_end):
             self._failures.keep()
             restart_process(reason)
         with contextlib.suppress(*recovery.FAILURES):  # Likely the same cause.
