@@ -16,6 +16,8 @@ from tests.cluster.test_servers import free_addresses
 from tfdist.checkpoint import checkpoints
 from tfdist.cluster.spec import Cluster
 from tfdist.estimator import building, results
+from tfdist.estimator.fit_history import EpochHistory
+from tfdist.hooks.callbacks import KerasCallbackHook
 from tfdist.hooks.events import read_scalars
 
 
@@ -381,6 +383,11 @@ def test_the_history_has_the_epochs_before_a_death(every, tmp_path):
     for name, values in whole.history.items():
         assert together.history[name] == pytest.approx(values)
     assert run(epochs=6).epoch == [4, 5]
+
+
+def test_the_history_sets_no_variables():
+    """Or each job would save its last checkpoint twice."""
+    assert not KerasCallbackHook([EpochHistory()], 4).sets_variables
 
 
 def test_fit_goes_on_in_the_order_of_its_arrays(tmp_path, monkeypatch):

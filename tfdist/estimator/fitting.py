@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import difflib
 import inspect
-import json
 import logging
 import os
 import tempfile
@@ -17,10 +16,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist._tf import storage
 from tfdist._tf.arguments import check_at_least
 from tfdist._tf.tracing import check_tensorflow
-from tfdist.checkpoint import checkpoints
 from tfdist.cluster.size import ClusterSize
 from tfdist.cluster.spec import Cluster
 from tfdist.cluster.strategies import multi_worker_strategy
@@ -29,16 +26,12 @@ from tfdist.data.input_fns import takes_context, without_context
 from tfdist.estimator import results
 from tfdist.estimator.building import ModelFn
 from tfdist.estimator.estimator import Estimator
+from tfdist.estimator.fit_history import EpochHistory, HistoryKeeper
 from tfdist.estimator.run_config import RunConfig
 from tfdist.estimator.specs import EvalSpec, TrainSpec
 from tfdist.estimator.training import train_and_evaluate
 from tfdist.hooks.callbacks import Callback, KerasCallbackHook
-from tfdist.hooks.session_run_hook import (
-    RunContext,
-    RunValues,
-    Session,
-    SessionRunHook,
-)
+from tfdist.hooks.session_run_hook import SessionRunHook
 
 _log = logging.getLogger(__name__)
 
@@ -98,7 +91,7 @@ def fit(
       is the total for the job. If a process has died, the `History` includes
       the epochs before. If the job has ended, also because a callback stopped
       it, the call trains nothing, calls no callback, and returns the same
-      `History`, kept in `<model_dir>/history.json`. With more `epochs`, or
+      `History`, kept in `<model_dir>/fit_history.json`. With more `epochs`, or
       without this file, it trains on, and callbacks start over.
 
     Args:
@@ -202,7 +195,7 @@ def fit(
         if not {"save_checkpoints_steps", "save_checkpoints_secs"} & {*config}:
             run = run.replace(save_checkpoints_steps=steps)
         estimator = Estimator(model_fn, run)
-        eval_spec, history = None, _History()
+        eval_spec, history = None, EpochHistory()
         if validation_data is not None:
             name = "validation_data"
             if on_ps and isinstance(validation_data, tf.data.Dataset):
@@ -219,8 +212,8 @@ def fit(
         eval_dir = estimator.eval_dir() if eval_spec else None
         given = keras.tree.flatten(callbacks or [])
         hook = KerasCallbackHook([*given, history], steps, eval_dir, epochs)
-        path = os.path.join(run.model_dir, "history.json")
-        keep = _KeepHistory(path, epochs * steps, hook, history)
+        path = os.path.join(run.model_dir, "fit_history.json")
+        keep = HistoryKeeper(path, epochs * steps, hook, history)
         own: tuple[SessionRunHook, ...] = hook, keep
         last_step = keep.max_steps
         if keep.read(steps):
@@ -239,112 +232,6 @@ def fit(
             history.history.setdefault(f"val_{name}", []).append(value)
     model.history = history  # As `fit` of Keras leaves it.
     return model, history
-
-
-class _History(keras.callbacks.History):
-    """A `History` that also keeps its epochs one by one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows: list[tuple[int, dict[str, Any]]] = []
-        self.history: dict[str, list[Any]] = {}
-
-    def on_epoch_end(
-        self, epoch: int, logs: dict[str, Any] | None = None
-    ) -> None:
-        super().on_epoch_end(epoch, logs)
-        self.rows.append((epoch, {**(logs or {})}))
-
-    def replay(self, earlier: Iterable[tuple[int, dict[str, Any]]]) -> None:
-        """Puts epochs of an earlier process before its own."""
-        rows, self.rows = [*earlier, *self.rows], []
-        self.history.clear()
-        self.epoch: list[int] = []
-        for epoch, logs in rows:
-            self.on_epoch_end(epoch, logs)
-
-
-@dataclasses.dataclass(eq=False)
-class _KeepHistory(SessionRunHook):
-    """Keeps the `History` of a call for its next process, and that it ended.
-
-    It ends once the last checkpoint is saved: callbacks may have set the best
-    weights, which a process that dies before has lost.
-    """
-
-    path: str
-    max_steps: int
-    hook: KerasCallbackHook
-    history: _History
-    # What an earlier process has done, evaluated and saved.
-    earlier: Sequence[tuple[int, dict[str, Any]]] = ()
-    evaluated: int = -1
-    step: int = 0
-    written = 0  # The number of epochs.
-
-    def read(self, steps_per_epoch: int) -> bool:
-        """Reads what is there of this call; returns whether it has ended."""
-        found = results.read_json(self.path)
-        newest = checkpoints.latest(os.path.dirname(self.path))
-        if not (found and newest):
-            return False
-        # From the name, because the checkpoint may be damaged.
-        self.step = int(newest.rpartition("-")[2])
-        ended, at_step = found["ended"], found["global_step"]
-        if 0 < ended < self.max_steps or (ended and self.step > at_step):
-            return False  # Callbacks begin another part of the job.
-        has_ended = ended > 0 and self.step == at_step
-        done = self.step // steps_per_epoch  # Later epochs run again.
-        self.earlier = [
-            (epoch, logs)
-            for epoch, logs in found["epochs"]
-            if has_ended or epoch < done
-        ]
-        if found["evaluated_step"] <= self.step:
-            self.evaluated = found["evaluated_step"]
-            self.begin()
-        if has_ended and self.step < self.max_steps:
-            _log.warning(
-                "A callback stopped this job at step %d. No step is run. Raise "
-                "`epochs` to continue, or delete %s.",
-                self.step,
-                self.path,
-            )
-        return has_ended
-
-    def begin(self) -> None:
-        """Lets the hook begin after what an earlier process has evaluated."""
-        self.hook.evaluated_step = self.evaluated
-
-    def steps_until_next(self, step: int) -> None:
-        """Any number: `KerasCallbackHook` ends the epochs."""
-
-    def after_run(self, run_context: RunContext, run_values: RunValues) -> None:
-        """Writes the history once an epoch has ended."""
-        if len(self.history.rows) > self.written:
-            self._write(run_context.session, ended=0)
-
-    def end(self, session: Session) -> None:
-        """Writes that no call for so many steps, or fewer, trains any more."""
-        assert session.model is not None
-        stopped = session.model.stop_training  # Else by its steps, or a hook.
-        self._write(session, self.max_steps if stopped else session.step)
-
-    def _write(self, session: Session, ended: int) -> None:
-        self.written = len(self.history.rows)
-        if session.is_chief:
-            found = {
-                "global_step": session.step,
-                "ended": ended,
-                "evaluated_step": self.hook.evaluated_step,
-                "epochs": [*self.earlier, *self.history.rows],
-            }
-            storage.write_text(self.path, json.dumps(found, default=_plain))
-
-
-def _plain(value: Any) -> Any:
-    """Converts what is no number of Python: callbacks may log anything."""
-    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def _limited(argument: str, value: Any, most: int | None) -> Any:

@@ -158,7 +158,7 @@ class KerasCallbackHook(SessionRunHook):
                 + without(callback, of_batches),
             )
         self._given.append(callback)
-        if not type(callback).__module__.startswith("keras."):
+        if not type(callback).__module__.startswith(("keras.", "tfdist.")):
             self.sets_variables = True
         elif not isinstance(callback, _SET_NOTHING):
             sets = getattr(callback, "restore_best_weights", True)
