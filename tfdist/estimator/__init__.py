@@ -4,7 +4,7 @@ Read in this order: `estimator`, `run_config` and `specs` (the configuration),
 `building` (the step and loop), `chief_hooks`, `training`
 (`train_and_evaluate`), `fitting` (`fit`) with `fit_history`, `evaluator` with
 `evaluation` and `results`, `exporters` with `saved_models` and `serving`,
-`on_workers`, `warm_start`, `tuning`.
+`predictions`, `on_workers`, `warm_start`, `tuning`.
 """
 
 import lazy_loader

@@ -25,7 +25,7 @@ from tfdist.cluster.spec import runs_in_its_cluster
 from tfdist.cluster.strategies import local_strategy
 from tfdist.data import audit, input_fns
 from tfdist.data.input_fns import InputFn
-from tfdist.estimator import building, results
+from tfdist.estimator import building, predictions, results
 from tfdist.estimator.building import ModelFn
 from tfdist.estimator.chief_hooks import chief_hooks
 from tfdist.estimator.evaluator import Evaluator
@@ -315,12 +315,11 @@ class Estimator:
         path = checkpoint_path or self.latest_checkpoint()
         for outputs in self._outputs(input_fn, path):
             if predict_keys is not None:
-                outputs = _chosen(outputs, predict_keys)
-            if not yield_single_examples:
+                outputs = predictions.chosen(outputs, predict_keys)
+            if yield_single_examples:
+                yield from predictions.examples(outputs)
+            else:
                 yield outputs
-                continue
-            for i in range(_num_examples(outputs)):
-                yield tf.nest.map_structure(lambda a, i=i: a[i], outputs)
 
     def _on_workers(self, path: str | None) -> RemoteForward | None:
         """Connects to workers that compute with a checkpoint's weights."""
@@ -437,28 +436,3 @@ class Estimator:
         if config.strategy_name in ("ps", "multi_worker_mirrored"):
             return None
         return local_strategy(config.strategy_name)
-
-
-def _chosen(outputs: Any, keys: Sequence[str] | str) -> dict[str, Any]:
-    """Returns the requested entries of a model's output."""
-    keys = [keys] if isinstance(keys, str) else keys
-    names = sorted(outputs) if isinstance(outputs, Mapping) else []
-    if not set(keys) <= set(names):
-        raise ValueError(
-            "Argument `predict_keys` must name outputs of the model. Received: "
-            f"predict_keys={list(keys)}; the model has {names or 'one tensor'}."
-        )
-    return {key: outputs[key] for key in keys}
-
-
-def _num_examples(outputs: Any) -> int:
-    """Returns the first dimension, which all of a model's outputs share."""
-    first, *others = {np.shape(a)[:1] for a in tf.nest.flatten(outputs)}
-    if others or not first:
-        shapes = tf.nest.map_structure(np.shape, outputs)
-        raise ValueError(
-            "The model's outputs cannot be split into examples, as their first "
-            f"dimensions differ. Received: outputs of shapes {shapes}. Leave "
-            "some out by `predict_keys`, or set yield_single_examples=False."
-        )
-    return first[0]

@@ -262,3 +262,10 @@ def saver_of(
         if storage.same_path(saver.checkpoint_dir, str(directory)):
             return saver
     return None
+
+
+def cadence(secs: Any, steps: Any, **default: float) -> dict[str, Any]:
+    """Returns a cadence as keyword arguments; if given, without the default."""
+    both = {"save_secs": secs, "save_steps": steps}
+    given = {k: v for k, v in both.items() if v is not USE_DEFAULT}
+    return {k: v or None for k, v in (given or default).items()}

@@ -168,12 +168,12 @@ class MonitoredTrainingSession(RecoverableSession):
             all_hooks += chief_only_hooks or ()
             saver = saving_hooks.saver_of(checkpoint_dir, [*all_hooks, *hooks])
             summary_dir = os.fspath(summary_dir or checkpoint_dir or "")
-            summaries = _cadence(
+            summaries = saving_hooks.cadence(
                 save_summaries_secs, save_summaries_steps, save_steps=100
             )
             secs, steps = save_checkpoint_secs, save_checkpoint_steps
             default = saving_hooks.DEFAULT_SAVE_SECS
-            saves = _cadence(secs, steps, save_secs=default)
+            saves = saving_hooks.cadence(secs, steps, save_secs=default)
             if summary_dir and log_step_count_steps:
                 every = log_step_count_steps
                 all_hooks.append(StepCounterHook(every, output_dir=summary_dir))
@@ -444,10 +444,3 @@ class MonitoredTrainingSession(RecoverableSession):
         self._have_saved()
         self._disconnect()
         self._end_threads()
-
-
-def _cadence(secs: Any, steps: Any, **default: float) -> dict[str, Any]:
-    """Returns a cadence as keyword arguments; a given one drops the default."""
-    both = {"save_secs": secs, "save_steps": steps}
-    given = {k: v for k, v in both.items() if v is not USE_DEFAULT}
-    return {k: v or None for k, v in (given or default).items()}

@@ -250,8 +250,7 @@ class RecoverableSession:
             self.step,
             reason,
         )
-        rebuild = action is RecoveryAction.REBUILD
-        if at_end or (rebuild and not self._have_saved()):
+        if at_end or (action.name == "REBUILD" and not self._have_saved()):
             action = RecoveryAction.RESTART
         if action is RecoveryAction.RESTART and (self._cluster or at_end):
             self._failures.keep()

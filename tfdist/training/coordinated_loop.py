@@ -95,18 +95,16 @@ class CoordinatedLoop(Loop):
         self._largest, self._asked = loop.dispatch_size(
             step.model, steps_per_dispatch, num_workers
         )
-        self._bound: StalenessBound | None = None
-        if max_staleness is not None:
-            self._bound = StalenessBound(max_staleness)
+        most = max_staleness
+        self._bound = None if most is None else StalenessBound(most)
         self._is_endless = example.cardinality() == tf.data.INFINITE_CARDINALITY
         self._is_counted = not self._is_endless and self._largest > 1
         if self._is_counted:
             known = example.cardinality() != tf.data.UNKNOWN_CARDINALITY
             most = 0 if known else self._largest
             input_fn = counted(input_fn, most, self._asked)
-        self._read_ahead = read_ahead
+        self._read_ahead, self._input_fn = read_ahead, input_fn
         self._size_dispatches(num_workers)
-        self._input_fn = input_fn
         self._iterator: Iterator | None = None
         self._is_dealt = False  # Whether data depends on `num_workers`.
         self._traced: dict[int, tf.types.experimental.ConcreteFunction] = {}
