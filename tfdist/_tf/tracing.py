@@ -22,12 +22,13 @@ def traced(function: Callable[..., Any], **options: Any) -> Any:
     return tf.function(functools.partial(function), autograph=False, **options)
 
 
-def traced_once(function: Callable[..., Any]) -> Any:
+def traced_once(function: Callable[..., Any], inline: bool = False) -> Any:
     """Like `traced`, for a function that the steps of a dispatch share.
 
-    It is not inlined, as TensorFlow would then compile each call by itself.
+    TensorFlow compiles each call by itself if it may `inline` them; otherwise
+    a call begins only when all arguments are there.
     """
-    options = {"experimental_attributes": {"_noinline": True}}
+    options = {"experimental_attributes": {"_noinline": not inline}}
     return traced(function, reduce_retracing=True, **options)
 
 
