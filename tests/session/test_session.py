@@ -637,6 +637,18 @@ def test_pages_of_an_error_end_with_its_line():
     assert raised.value.__notes__ == ["RESOURCE_EXHAUSTED: No space left"]
 
 
+@pytest.fixture
+def restarts(monkeypatch):
+    """A restart of the process ends the test with `SystemExit` instead."""
+
+    def restart(reason):
+        raise SystemExit(reason)
+
+    monkeypatch.delenv("TFDIST_FAILURES", raising=False)
+    monkeypatch.setattr(recoverable, "restart_process", restart)
+
+
+@pytest.mark.usefixtures("restarts")
 @pytest.mark.parametrize(
     ("error", "found"),
     [
@@ -644,23 +656,19 @@ def test_pages_of_an_error_end_with_its_line():
         (CANCELLED, {"ps:0": FROZEN}),
     ],
 )
-def test_a_server_lost_at_the_end(error, found, monkeypatch):
+def test_a_server_lost_at_the_end(error, found):
     class Loses(SessionRunHook):
         def end(self, session):
             session._health = mock.Mock()
             session._health.look.return_value = found
             raise error
 
-    def restart(reason):
-        raise SystemExit(reason)
-
-    monkeypatch.delenv("TFDIST_FAILURES", raising=False)
-    monkeypatch.setattr(recoverable, "restart_process", restart)
     with pytest.raises(SystemExit, match=r"^ps:0 does not answer$"):
         train(counted(), 2, [Loses()])
 
 
-def test_a_process_lost_at_the_end(monkeypatch):
+@pytest.mark.usefixtures("restarts")
+def test_a_process_lost_at_the_end():
     """In all-reduce; an error of the user's own hook is raised in the end."""
 
     class Loses(SessionRunHook):
@@ -668,11 +676,6 @@ def test_a_process_lost_at_the_end(monkeypatch):
             session._in_sync = True
             raise tf.errors.UnavailableError(None, None, "worker:0 is gone")
 
-    def restart(reason):
-        raise SystemExit(reason)
-
-    monkeypatch.delenv("TFDIST_FAILURES", raising=False)
-    monkeypatch.setattr(recoverable, "restart_process", restart)
     for _ in range(recovery.MAX_REPEATS - 1):
         with pytest.raises(SystemExit, match="worker:0 is gone"):
             train(counted(), 2, [Loses()])

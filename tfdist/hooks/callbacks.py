@@ -313,10 +313,11 @@ class KerasCallbackHook(SessionRunHook):
                 with self._metrics(), self._noting_what_is_set(session, epoch):
                     self._call("on_test_begin", {})
                     self._call("on_test_end", results)
+        if epoch < self._ended_epoch:
+            return
         assert session.model is not None
-        if epoch == self._ended_epoch:
-            session.model.stop_training |= self._stops
-        while epoch == self._ended_epoch and self._left:
+        session.model.stop_training |= self._stops
+        while self._left:
             callback = self._left[0]
             before = {**vars(callback)}
             try:

@@ -271,7 +271,7 @@ class MonitoredTrainingSession(RecoverableSession):
 
     def _end(self) -> None:
         hooks = sorted(
-            self.hooks, key=lambda h: not getattr(h, "sets_variables", 0)
+            self.hooks, key=lambda h: not getattr(h, "sets_variables", False)
         )
         try:
             self.wait_for_steps()

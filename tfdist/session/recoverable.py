@@ -239,7 +239,7 @@ class RecoverableSession:
         users = not lost and self._failures.is_user_error(error, step)
         summary = summarize_error(error)
         if action is RecoveryAction.RAISE or users:
-            if summary not in str(error).partition("\n")[0]:  # Pages long.
+            if summary not in str(error).partition("\n")[0]:  # Some are long.
                 error.add_note(summary)
             raise error
         self._sigterm.leave()

@@ -95,8 +95,8 @@ class CoordinatedLoop(Loop):
         self._largest, self._asked = loop.dispatch_size(
             step.model, steps_per_dispatch, num_workers
         )
-        most = max_staleness
-        self._bound = None if most is None else StalenessBound(most)
+        bound = max_staleness
+        self._bound = None if bound is None else StalenessBound(bound)
         self._is_endless = example.cardinality() == tf.data.INFINITE_CARDINALITY
         self._is_counted = not self._is_endless and self._largest > 1
         if self._is_counted:
