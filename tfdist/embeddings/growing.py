@@ -20,6 +20,7 @@ COUNTED = "refused", "not_admitted", "evicted_ids"
 """Columns of the counters: gradients of ids that found no room, gradients of
 ids that were not admitted yet, and ids that lost their rows."""
 _EVICTING = "tfdist_evicting"  # A server's mutex for tables that evict.
+_MANY = 8  # Shards of a server whose functions are not inlined.
 
 SlotDefaults = Sequence[tuple[keras.Variable, float | None]]
 """Slot variables of a shard and their initial values (None: the row's)."""
@@ -100,7 +101,7 @@ class GrowingShards:
             return tf.tensor_scatter_nd_update(rows, missing, first)
 
         is_whole = tf.reduce_all(slots >= 0)
-        rows = tf.cond(is_whole, lambda: rows, some)
+        rows = tf.cond(is_whole, lambda: rows, self._rare(some))
         return Found(keys, places, slots, rows, is_whole)
 
     def _first_rows(self, keys: tf.Tensor, places: Places) -> tf.Tensor:
@@ -147,9 +148,8 @@ class GrowingShards:
                 own = tf.gather(every, kept), tf.gather(gradient, kept)
                 return [*own, *counts_of(places.some(kept))]
 
-            return tf.cond(
-                tf.reduce_all(given >= 0), lambda: whole(every), kept
-            )
+            have_all = tf.reduce_all(given >= 0)
+            return tf.cond(have_all, lambda: whole(every), self._rare(kept))
 
         def counts_of(places: Places) -> list[tf.Tensor]:
             return [] if places.counts is None else [places.counts]
@@ -158,12 +158,16 @@ class GrowingShards:
             return [slots, gradient, *counts_of(places)]
 
         slots, gradient, *counts = tf.cond(
-            is_whole, lambda: whole(slots), grown
+            is_whole, lambda: whole(slots), self._rare(grown)
         )
         if counts:
             places = places._replace(counts=counts[0])
         own = places.split(slots), places.split(gradient)
         return [*zip(*own, strict=True)]
+
+    def _rare(self, branch: Callable[[], Any]) -> Callable[[], Any]:
+        """Prepares a branch of a `tf.cond` that few steps take."""
+        return branch
 
     def _see(self, slots: tf.Tensor, now: tf.Tensor, places: Places) -> None:
         """Records that slots were seen at update `now`."""
@@ -285,14 +289,21 @@ def _passed(seen: tf.Tensor, now: tf.Tensor) -> tf.Tensor:
 class TracedShards(GrowingShards):
     """`GrowingShards` for functions that unroll many steps of a loop.
 
-    Each method is traced and compiled only once, on the device of the shards.
+    Each method is traced only once, on the device of the shards. Steps inline
+    the methods for a few shards: 26 would take seconds longer to compile.
     """
 
     def __init__(self, shards: Sequence[keras.Variable]) -> None:
         super().__init__(shards)
-        rows = super().rows
-        self._rows = traced_once(lambda asked: tuple(rows(asked))[2:])
+        rows, self._inline = super().rows, len(shards) < _MANY
+        self._rows = traced_once(
+            lambda asked: tuple(rows(asked))[2:], self._inline
+        )
         self._claimed: Callable[..., Any] | None = None
+
+    def _rare(self, branch: Callable[[], Any]) -> Callable[[], Any]:
+        # As one op. A step would pass over all ops of a branch that is skipped.
+        return traced_once(branch)
 
     def rows(self, asked: Found) -> Found:
         """See `GrowingShards`."""
@@ -310,7 +321,9 @@ class TracedShards(GrowingShards):
         if self._claimed is None:
             claimed: Callable[..., Any] = super().claimed
             # A partial would make TensorFlow treat the variables as inputs.
-            self._claimed = traced_once(lambda *own: claimed(*own, its_slots))
+            self._claimed = traced_once(
+                lambda *own: claimed(*own, its_slots), self._inline
+            )
         return self._claimed(found, gradient, iteration)
 
 
