@@ -350,6 +350,44 @@ def test_fit_that_dies_before_the_best_weights_are_saved_trains_on(tmp_path):
     assert history.epoch == [0, 1, 2, 3]
 
 
+def test_callbacks_go_on_after_a_death(tmp_path):
+    """They compare with the best value of the job, not of the process."""
+
+    def run(name, dies_at):
+        kept = tmp_path / f"{name}.weights.h5"
+        callbacks = [
+            # The first epoch is the best.
+            keras.callbacks.ModelCheckpoint(
+                kept, "loss", 0, True, save_weights_only=True, mode="max"
+            ),
+            keras.callbacks.ReduceLROnPlateau(
+                "loss", 0.5, patience=2, min_delta=9.0, cooldown=1
+            ),
+            keras.callbacks.EarlyStopping("loss", min_delta=9.0, patience=6),
+            Dies(dies_at),
+        ]
+        _, history = tfdist.fit(
+            model_fn,
+            examples(8),
+            epochs=20,
+            batch_size=4,
+            shuffle=False,
+            callbacks=callbacks,
+            model_dir=str(tmp_path / name),
+        )
+        return history.history, kept.read_bytes()
+
+    expected, kept = run("undisturbed", dies_at=99)
+    assert len(expected["loss"]) == 7
+    assert len({*expected["learning_rate"]}) == 3
+    for epoch in 1, 2, 3, 6:
+        with pytest.raises(SystemExit):
+            run("dies", epoch)
+    found, also_kept = run("dies", dies_at=99)
+    assert found == expected
+    assert also_kept == kept
+
+
 @pytest.mark.parametrize("every", [1, 2])
 def test_the_history_has_the_epochs_before_a_death(every, tmp_path):
     """Those that run again, as the last checkpoint is older, are there once."""

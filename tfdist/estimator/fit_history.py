@@ -1,4 +1,4 @@
-"""The `History` of `fit`, kept in the job's directory."""
+"""What `fit` and its callbacks remember, kept in the job's directory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 
@@ -23,6 +23,15 @@ from tfdist.hooks.session_run_hook import (
 )
 
 _log = logging.getLogger(__name__)
+
+# What callbacks of Keras need to go on where an earlier process has ended.
+_MEMORY: dict[type, Sequence[str]] = {
+    keras.callbacks.EarlyStopping: ("best", "best_epoch", "wait"),
+    keras.callbacks.ModelCheckpoint: ("best",),
+    keras.callbacks.ReduceLROnPlateau: ("best", "cooldown_counter", "wait"),
+}
+# A row: an epoch, its logs, and what `_memory_of` each callback was after it.
+Row: TypeAlias = tuple[int, dict[str, Any], Sequence[Any]]
 
 
 class EpochHistory(keras.callbacks.History):
@@ -40,9 +49,10 @@ class EpochHistory(keras.callbacks.History):
         super().on_epoch_end(epoch, logs)
         self.rows.append((epoch, {**(logs or {})}))
 
-    def replay(self, earlier: Iterable[tuple[int, dict[str, Any]]]) -> None:
+    def replay(self, earlier: Iterable[Row]) -> None:
         """Puts epochs of an earlier process before its own."""
-        rows, self.rows = [*earlier, *self.rows], []
+        rows = [*((epoch, logs) for epoch, logs, _ in earlier), *self.rows]
+        self.rows.clear()
         self.history.clear()
         self.epoch: list[int] = []
         for epoch, logs in rows:
@@ -54,18 +64,20 @@ class HistoryKeeper(SessionRunHook):
     """Keeps the `History` of a call for its next process, and that it ended.
 
     It ends once the last checkpoint is saved: callbacks may have set the best
-    weights, which a process that dies before has lost.
+    weights, which a process that dies before has lost. Keras' callbacks that
+    wait for a better value go on waiting for it, and not for the first one.
     """
 
     path: str
     max_steps: int
     hook: KerasCallbackHook
     history: EpochHistory
+    callbacks: Sequence[keras.callbacks.Callback]
     # What an earlier process has done, evaluated and saved.
-    earlier: Sequence[tuple[int, dict[str, Any]]] = ()
+    earlier: Sequence[Row] = ()
     evaluated: int = -1
     step: int = 0
-    written = 0  # The number of epochs.
+    rows: list[Row] = dataclasses.field(default_factory=list)
 
     def read(self, steps_per_epoch: int) -> bool:
         """Reads what is there of this call; returns whether it has ended."""
@@ -81,9 +93,7 @@ class HistoryKeeper(SessionRunHook):
         has_ended = ended > 0 and self.step == at_step
         done = self.step // steps_per_epoch  # Later epochs run again.
         self.earlier = [
-            (epoch, logs)
-            for epoch, logs in found["epochs"]
-            if has_ended or epoch < done
+            row for row in found["epochs"] if has_ended or row[0] < done
         ]
         if found["evaluated_step"] <= self.step:
             self.evaluated = found["evaluated_step"]
@@ -101,12 +111,23 @@ class HistoryKeeper(SessionRunHook):
         """Lets the hook begin after what an earlier process has evaluated."""
         self.hook.evaluated_step = self.evaluated
 
+    def after_create_session(self, session: Session, coord: Any) -> None:
+        """Restores what callbacks knew, which begin before this hook."""
+        if self.rows or not self.earlier:
+            return
+        *_, memories = self.earlier[-1]
+        now = [_memory_of(callback) for callback in self.callbacks]
+        if [kind for kind, _ in memories] != [kind for kind, _ in now]:
+            return  # The program has changed.
+        for callback, (_, memory) in zip(self.callbacks, memories, strict=True):
+            vars(callback).update(memory)
+
     def steps_until_next(self, step: int) -> None:
         """Any number: `KerasCallbackHook` ends the epochs."""
 
     def after_run(self, run_context: RunContext, run_values: RunValues) -> None:
         """Writes the history once an epoch has ended."""
-        if len(self.history.rows) > self.written:
+        if len(self.history.rows) > len(self.rows):
             self._write(run_context.session, ended=0)
 
     def end(self, session: Session) -> None:
@@ -116,15 +137,30 @@ class HistoryKeeper(SessionRunHook):
         self._write(session, self.max_steps if stopped else session.step)
 
     def _write(self, session: Session, ended: int) -> None:
-        self.written = len(self.history.rows)
+        memories = [_memory_of(callback) for callback in self.callbacks]
+        new = self.history.rows[len(self.rows) :]
+        self.rows += [(epoch, logs, memories) for epoch, logs in new]
         if session.is_chief:
             found = {
                 "global_step": session.step,
                 "ended": ended,
                 "evaluated_step": self.hook.evaluated_step,
-                "epochs": [*self.earlier, *self.history.rows],
+                "epochs": [*self.earlier, *self.rows],
             }
             storage.write_text(self.path, json.dumps(found, default=_plain))
+
+
+def _memory_of(
+    callback: keras.callbacks.Callback,
+) -> tuple[str, dict[str, Any]]:
+    """Returns what a callback is, and what its next process must know."""
+    names: Sequence[str] = ()
+    # The best weights are lost with the process: others would count as them.
+    if not getattr(callback, "restore_best_weights", False):
+        own = (_MEMORY[kind] for kind in _MEMORY if isinstance(callback, kind))
+        names = next(own, ())
+    kind = f"{type(callback).__name__} {getattr(callback, 'monitor', '')}"
+    return kind, {name: vars(callback)[name] for name in names}
 
 
 def _plain(value: Any) -> Any:

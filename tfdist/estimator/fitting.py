@@ -89,10 +89,12 @@ def fit(
       each worker from the start.
     * A call with the `model_dir` of an earlier call resumes its job: `epochs`
       is the total for the job. If a process has died, the `History` includes
-      the epochs before. If the job has ended, also because a callback stopped
-      it, the call trains nothing, calls no callback, and returns the same
-      `History`, kept in `<model_dir>/fit_history.json`. With more `epochs`, or
-      without this file, it trains on, and callbacks start over.
+      the epochs before, and `ModelCheckpoint`, `ReduceLROnPlateau`, and
+      `EarlyStopping` without `restore_best_weights`, go on from their state
+      after them; others start over. If the job has ended, also because a
+      callback stopped it, the call trains nothing, calls no callback, and
+      returns the same `History`, kept in `<model_dir>/fit_history.json`. With
+      more `epochs`, or without this file, it trains on; all start over.
 
     Args:
         model_fn: As for `Estimator`.
@@ -213,7 +215,7 @@ def fit(
         given = keras.tree.flatten(callbacks or [])
         hook = KerasCallbackHook([*given, history], steps, eval_dir, epochs)
         path = os.path.join(run.model_dir, "fit_history.json")
-        keep = HistoryKeeper(path, epochs * steps, hook, history)
+        keep = HistoryKeeper(path, epochs * steps, hook, history, given)
         own: tuple[SessionRunHook, ...] = hook, keep
         last_step = keep.max_steps
         if keep.read(steps):

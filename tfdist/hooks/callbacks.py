@@ -81,11 +81,12 @@ class KerasCallbackHook(SessionRunHook):
       callback is told twice of the end of an epoch, unless the failure came
       while it was told: then it is called again. After a restart of the process
       (in all-reduce, of any), callbacks start over at the current epoch, and
-      forget a stop that they requested; its logs cover only the steps since
-      then. A `LearningRateScheduler` that multiplies the current rate does so
-      again; compute the rate from the epoch. If the process dies between the
-      last checkpoint of an epoch and the end of its callbacks, for example in
-      an evaluation, some are never told of it, and what they set is lost.
+      forget a stop that they requested (`fit` keeps more: see `CALLBACKS.md`);
+      its logs cover only the steps since then. A `LearningRateScheduler` that
+      multiplies the current rate does so again; compute it from the epoch. If
+      the process dies between the last checkpoint of an epoch and the end of
+      its callbacks, for example in an evaluation, some are never told of it,
+      and what they set is lost.
     * The checkpoint at the end of an epoch is rewritten if a callback then sets
       a saved variable. Changes after a batch are in the next checkpoint, and
       evaluations use checkpoints. If an epoch runs again, learning rates set at
