@@ -69,6 +69,7 @@ class HistoryKeeper(SessionRunHook):
     """
 
     path: str
+    steps_per_epoch: int
     max_steps: int
     hook: KerasCallbackHook
     history: EpochHistory
@@ -79,7 +80,7 @@ class HistoryKeeper(SessionRunHook):
     step: int = 0
     rows: list[Row] = dataclasses.field(default_factory=list)
 
-    def read(self, steps_per_epoch: int) -> bool:
+    def read(self) -> bool:
         """Reads what is there of this call; returns whether it has ended."""
         found = results.read_json(self.path)
         newest = checkpoints.latest(os.path.dirname(self.path))
@@ -91,10 +92,9 @@ class HistoryKeeper(SessionRunHook):
         if 0 < ended < self.max_steps or (ended and self.step > at_step):
             return False  # Callbacks begin another part of the job.
         has_ended = ended > 0 and self.step == at_step
-        done = self.step // steps_per_epoch  # Later epochs run again.
-        self.earlier = [
-            row for row in found["epochs"] if has_ended or row[0] < done
-        ]
+        self.earlier = found["epochs"]
+        if not has_ended:
+            self._forget_after(self.step)
         if found["evaluated_step"] <= self.step:
             self.evaluated = found["evaluated_step"]
             self.begin()
@@ -107,13 +107,21 @@ class HistoryKeeper(SessionRunHook):
             )
         return has_ended
 
+    def _forget_after(self, step: int) -> None:
+        """Leaves out the epochs that run again."""
+        done = step // self.steps_per_epoch
+        self.earlier = [row for row in self.earlier if row[0] < done]
+
     def begin(self) -> None:
         """Lets the hook begin after what an earlier process has evaluated."""
         self.hook.evaluated_step = self.evaluated
 
     def after_create_session(self, session: Session, coord: Any) -> None:
         """Restores what callbacks knew, which begin before this hook."""
-        if self.rows or not self.earlier:
+        if self.rows:
+            return  # Not the first session.
+        self._forget_after(session.step)  # The newest checkpoint was damaged.
+        if not self.earlier:
             return
         *_, memories = self.earlier[-1]
         now = [_memory_of(callback) for callback in self.callbacks]

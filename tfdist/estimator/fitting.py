@@ -215,10 +215,10 @@ def fit(
         given = keras.tree.flatten(callbacks or [])
         hook = KerasCallbackHook([*given, history], steps, eval_dir, epochs)
         path = os.path.join(run.model_dir, "fit_history.json")
-        keep = HistoryKeeper(path, epochs * steps, hook, history, given)
+        keep = HistoryKeeper(path, steps, epochs * steps, hook, history, given)
         own: tuple[SessionRunHook, ...] = hook, keep
         last_step = keep.max_steps
-        if keep.read(steps):
+        if keep.read():
             own, last_step = (), keep.step
         train_spec = TrainSpec(endless, last_step, (*(hooks or ()), *own))
         metrics, _ = train_and_evaluate(estimator, train_spec, eval_spec)
