@@ -391,6 +391,29 @@ def test_callbacks_go_on_after_a_death(tmp_path):
     assert also_kept == kept
 
 
+def test_a_best_model_that_was_deleted_is_saved_again(tmp_path):
+    best = tmp_path / "best.weights.h5"
+
+    def run(dies_at):
+        save = keras.callbacks.ModelCheckpoint(
+            best, "loss", 0, True, save_weights_only=True, mode="max"
+        )
+        tfdist.fit(
+            model_fn,
+            examples(8),
+            epochs=3,
+            batch_size=4,
+            callbacks=[save, Dies(dies_at)],
+            model_dir=str(tmp_path / "job"),
+        )
+
+    with pytest.raises(SystemExit):
+        run(dies_at=2)
+    best.unlink()
+    run(dies_at=99)
+    assert best.exists()
+
+
 @pytest.mark.parametrize("every", [1, 2])
 def test_the_history_has_the_epochs_before_a_death(every, tmp_path):
     """Those that run again, as the last checkpoint is older, are there once."""

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import keras
+import tensorflow as tf
 
 from tfdist._tf import storage
 from tfdist.checkpoint import checkpoints
@@ -30,8 +31,8 @@ _MEMORY: dict[type, Sequence[str]] = {
     keras.callbacks.ModelCheckpoint: ("best",),
     keras.callbacks.ReduceLROnPlateau: ("best", "cooldown_counter", "wait"),
 }
-# A row: an epoch, its logs, and what `_memory_of` each callback was after it.
-Row: TypeAlias = tuple[int, dict[str, Any], Sequence[Any]]
+# An epoch, its logs, and what callbacks knew after it, by `_key`.
+Row: TypeAlias = tuple[int, dict[str, Any], dict[str, Any]]
 
 
 class EpochHistory(keras.callbacks.History):
@@ -121,14 +122,11 @@ class HistoryKeeper(SessionRunHook):
         if self.rows:
             return  # Not the first session.
         self._forget_after(session.step)  # The newest checkpoint was damaged.
-        if not self.earlier:
-            return
-        *_, memories = self.earlier[-1]
-        now = [_memory_of(callback) for callback in self.callbacks]
-        if [kind for kind, _ in memories] != [kind for kind, _ in now]:
-            return  # The program has changed.
-        for callback, (_, memory) in zip(self.callbacks, memories, strict=True):
-            vars(callback).update(memory)
+        memories = self.earlier[-1][2] if self.earlier else {}
+        for callback in self.callbacks:
+            path = getattr(callback, "filepath", "{")
+            if "{" in path or tf.io.gfile.exists(path):  # Else it was deleted.
+                vars(callback).update(memories.get(_key(callback), {}))
 
     def steps_until_next(self, step: int) -> None:
         """Any number: `KerasCallbackHook` ends the epochs."""
@@ -145,7 +143,8 @@ class HistoryKeeper(SessionRunHook):
         self._write(session, self.max_steps if stopped else session.step)
 
     def _write(self, session: Session, ended: int) -> None:
-        memories = [_memory_of(callback) for callback in self.callbacks]
+        pairs = ((_key(c), _memory_of(c)) for c in self.callbacks)
+        memories = {key: memory for key, memory in pairs if memory}
         new = self.history.rows[len(self.rows) :]
         self.rows += [(epoch, logs, memories) for epoch, logs in new]
         if session.is_chief:
@@ -158,17 +157,20 @@ class HistoryKeeper(SessionRunHook):
             storage.write_text(self.path, json.dumps(found, default=_plain))
 
 
-def _memory_of(
-    callback: keras.callbacks.Callback,
-) -> tuple[str, dict[str, Any]]:
-    """Returns what a callback is, and what its next process must know."""
-    names: Sequence[str] = ()
+def _memory_of(callback: keras.callbacks.Callback) -> dict[str, Any]:
+    """Returns what the next process must know to go on with a callback."""
     # The best weights are lost with the process: others would count as them.
-    if not getattr(callback, "restore_best_weights", False):
-        own = (_MEMORY[kind] for kind in _MEMORY if isinstance(callback, kind))
-        names = next(own, ())
-    kind = f"{type(callback).__name__} {getattr(callback, 'monitor', '')}"
-    return kind, {name: vars(callback)[name] for name in names}
+    if getattr(callback, "restore_best_weights", False):
+        return {}
+    own = (_MEMORY[kind] for kind in _MEMORY if isinstance(callback, kind))
+    return {name: vars(callback)[name] for name in next(own, ())}
+
+
+def _key(callback: keras.callbacks.Callback) -> str:
+    """Tells a callback from others, also in the next process."""
+    options = "monitor", "mode", "filepath"
+    given = [f"{name}={getattr(callback, name, None)}" for name in options]
+    return f"{type(callback).__name__}({', '.join(given)})"
 
 
 def _plain(value: Any) -> Any:
