@@ -329,7 +329,9 @@ class Dies(keras.callbacks.Callback):
             raise SystemExit
 
 
-def test_fit_that_dies_before_the_best_weights_are_saved_trains_on(tmp_path):
+def test_fit_that_dies_before_the_best_weights_are_saved_trains_on(
+    tmp_path, caplog
+):
     stop = {"min_delta": 9.0, "patience": 1, "restore_best_weights": True}
 
     def run(*others):
@@ -346,8 +348,12 @@ def test_fit_that_dies_before_the_best_weights_are_saved_trains_on(tmp_path):
         run(Dies())
     step = tfdist.checkpoint.latest(tmp_path).rpartition("-")[2]
     assert step == "4"
+    assert "starts over" not in caplog.text
     _, history = run()
     assert history.epoch == [0, 1, 2, 3]
+    assert "EarlyStopping starts over: the best weights of the 2 epoc" in (
+        caplog.text
+    )
 
 
 def test_callbacks_go_on_after_a_death(tmp_path):

@@ -31,6 +31,7 @@ _MEMORY: dict[type, Sequence[str]] = {
     keras.callbacks.ModelCheckpoint: ("best",),
     keras.callbacks.ReduceLROnPlateau: ("best", "cooldown_counter", "wait"),
 }
+_RESTORES = "restore_best_weights"
 # An epoch, its logs, and what callbacks knew after it, by `_key`.
 Row: TypeAlias = tuple[int, dict[str, Any], dict[str, Any]]
 
@@ -127,6 +128,14 @@ class HistoryKeeper(SessionRunHook):
             path = getattr(callback, "filepath", "{")
             if "{" in path or tf.io.gfile.exists(path):  # Else it was deleted.
                 vars(callback).update(memories.get(_key(callback), {}))
+            if self.earlier and getattr(callback, _RESTORES, False):
+                _log.warning(
+                    "%s starts over: the best weights of the %d epochs before "
+                    "were lost with the process. ModelCheckpoint("
+                    "save_best_only=True) keeps them in a file.",
+                    type(callback).__name__,
+                    len(self.earlier),
+                )
 
     def steps_until_next(self, step: int) -> None:
         """Any number: `KerasCallbackHook` ends the epochs."""
@@ -159,9 +168,8 @@ class HistoryKeeper(SessionRunHook):
 
 def _memory_of(callback: keras.callbacks.Callback) -> dict[str, Any]:
     """Returns what the next process must know to go on with a callback."""
-    # The best weights are lost with the process: others would count as them.
-    if getattr(callback, "restore_best_weights", False):
-        return {}
+    if getattr(callback, _RESTORES, False):
+        return {}  # Without the best weights, later ones would count as them.
     own = (_MEMORY[kind] for kind in _MEMORY if isinstance(callback, kind))
     return {name: vars(callback)[name] for name in next(own, ())}
 
