@@ -25,4 +25,10 @@ def __getattr__(name: str) -> Any:
                 return getattr(module, name)
         if name == "testing":
             return importlib.import_module("tfdist.launch.testing")
-    return _listed(name)
+    try:
+        return _listed(name)
+    except AttributeError:
+        raise AttributeError(
+            f"Module 'tfdist' has no attribute {name!r}. The command `tfdist "
+            "migrate` names the replacement of each symbol of TF 1."
+        ) from None

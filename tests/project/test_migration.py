@@ -122,6 +122,26 @@ def test_arguments_that_are_new_and_that_are_gone():
             assert not taken & {*gone}, symbol(row)
 
 
+def test_arguments_that_are_gone_are_answered_with_what_to_do_instead():
+    gone = [
+        (looked_up(name), argument)
+        for row in ROWS
+        for argument in listed(row[3], "Not taken: ")
+        for name, *_ in calls(row[2])
+        if name != "tfdist.canned.LinearModel"  # Keras reads its signature.
+    ]
+    assert len(gone) > 20
+    for target, argument in gone:
+        told = f"Argument `{argument}` of TF 1 is not taken: ."
+        with pytest.raises(TypeError, match=told):
+            target(**{argument: None})
+
+
+def test_a_name_of_tf1_that_is_gone():
+    with pytest.raises(AttributeError, match="'ModeKeys'.* migrate` names"):
+        _ = tfdist.ModeKeys
+
+
 def test_arguments_that_are_ignored_and_refused(caplog):
     [text] = [row[3] for row in ROWS if symbol(row) == "tf.estimator.RunConfig"]
     ignored = listed(text, "Ignored, with a warning: ")

@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from tfdist._tf import storage
 from tfdist._tf.arguments import check_at_least
+from tfdist._tf.tf1_arguments import tf1_arguments
 from tfdist._tf.tracing import traced
 from tfdist.checkpoint import checkpoints
 from tfdist.cluster.spec import runs_in_its_cluster
@@ -80,6 +81,7 @@ class Estimator:
             different directories.
     """
 
+    @tf1_arguments
     def __init__(
         self,
         model_fn: ModelFn,
@@ -287,6 +289,7 @@ class Estimator:
         connected = self._on_workers(path) if path and not hooks else None
         return evaluator.evaluate(path, on_workers if connected else None)
 
+    @tf1_arguments
     def predict(
         self,
         input_fn: InputFn,
@@ -360,6 +363,7 @@ class Estimator:
             checkpoints.restore(path, variables)
         return model
 
+    @tf1_arguments
     def export_saved_model(
         self,
         export_dir_base: str,

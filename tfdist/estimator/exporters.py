@@ -13,6 +13,7 @@ import keras
 
 from tfdist._tf import storage
 from tfdist._tf.arguments import check_at_least, check_callable, check_one_of
+from tfdist._tf.tf1_arguments import tf1_arguments
 from tfdist.estimator import results, saved_models
 from tfdist.estimator.saved_models import ServingModelFn, list_exports
 
@@ -64,6 +65,7 @@ class Exporter:
             a dictionary of strings.
     """
 
+    @tf1_arguments
     def __init__(
         self,
         name: str,
@@ -154,6 +156,7 @@ class LatestExporter(Exporter):
         exports_to_keep: Number of exports to keep, at least 1; None keeps all.
     """
 
+    @tf1_arguments
     def __init__(
         self,
         name: str,
@@ -220,6 +223,7 @@ class BestExporter(LatestExporter):
         TypeError: `compare_fn` is not callable.
     """
 
+    @tf1_arguments
     def __init__(
         self,
         name: str = "best_exporter",

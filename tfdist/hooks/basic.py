@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist._tf.tf1_arguments import tf1_arguments
 from tfdist.hooks.session_run_hook import (
     Logs,
     RunContext,
@@ -228,6 +229,7 @@ class FinalOpsHook(SessionRunHook):
         final_ops_values: The values; None before the end.
     """
 
+    @tf1_arguments
     def __init__(self, final_ops: Any) -> None:
         self._final_ops = final_ops
         self.final_ops_values: Any = None

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import tensorflow as tf
 
 from tfdist._tf import storage
+from tfdist._tf.tf1_arguments import tf1_arguments
 from tfdist.checkpoint.checkpoints import Checkpoints
 from tfdist.hooks.session_run_hook import (
     Hook,
@@ -86,6 +87,7 @@ class CheckpointSaverHook(TimedHook):
 
     wants_none_under_way = True
 
+    @tf1_arguments
     def __init__(
         self,
         checkpoint_dir: str | PathLike[str],

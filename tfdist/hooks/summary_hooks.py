@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist._tf.tf1_arguments import tf1_arguments
 from tfdist.data import input_wait
 from tfdist.embeddings.growing import growing_of
 from tfdist.hooks.events import event_file
@@ -50,6 +51,7 @@ class SummarySaverHook(TimedHook):
     [1, 3]
     """
 
+    @tf1_arguments
     def __init__(
         self,
         save_steps: int | None = None,
@@ -107,6 +109,7 @@ class StepCounterHook(TimedHook):
     1
     """
 
+    @tf1_arguments
     def __init__(
         self,
         every_n_steps: int | None = 100,
@@ -265,6 +268,7 @@ class ProfilerHook(TimedHook):
     >>> hook = tfdist.hooks.ProfilerHook(save_steps=1_000, output_dir=directory)
     """
 
+    @tf1_arguments
     def __init__(
         self,
         save_steps: int | None = None,

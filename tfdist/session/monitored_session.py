@@ -14,6 +14,7 @@ import tensorflow as tf
 from tfdist._tf import storage
 from tfdist._tf.arguments import check_type
 from tfdist._tf.errors import summarize_error
+from tfdist._tf.tf1_arguments import tf1_arguments
 from tfdist.cluster import servers
 from tfdist.cluster.size import ClusterSize
 from tfdist.cluster.spec import Cluster
@@ -126,6 +127,7 @@ class MonitoredTrainingSession(RecoverableSession):
         RuntimeError: another chief is running the job.
     """
 
+    @tf1_arguments
     def __init__(
         self,
         build_fn: Callable[..., Trainable],
