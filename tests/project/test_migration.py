@@ -138,7 +138,7 @@ def test_arguments_that_are_gone_are_answered_with_what_to_do_instead():
 
 
 def test_a_name_of_tf1_that_is_gone():
-    with pytest.raises(AttributeError, match="'ModeKeys'.* migrate` names"):
+    with pytest.raises(AttributeError, match=r"'ModeKeys'.* migrate` names"):
         _ = tfdist.ModeKeys
 
 
