@@ -397,6 +397,38 @@ def test_callbacks_go_on_after_a_death(tmp_path):
     assert also_kept == kept
 
 
+class Fails(keras.callbacks.Callback):
+    """Ends an epoch with an error, once, from which the session recovers."""
+
+    def __init__(self, epoch):
+        super().__init__()
+        self.epochs = [epoch]
+
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch in self.epochs:
+            self.epochs.clear()
+            raise tf.errors.UnavailableError(None, None, "as of a lost ps")
+
+
+def test_callbacks_count_an_epoch_once_in_a_recovery_after_a_death(tmp_path):
+    stop = {"min_delta": 9.0, "patience": 4}
+
+    def run(*others):
+        return tfdist.fit(
+            model_fn,
+            examples(8),
+            epochs=20,
+            batch_size=4,
+            callbacks=[keras.callbacks.EarlyStopping("loss", **stop), *others],
+            model_dir=str(tmp_path),
+        )
+
+    with pytest.raises(SystemExit):
+        run(Dies(2))
+    _, history = run(Fails(2))
+    assert history.epoch == [0, 1, 2, 3, 4]
+
+
 def test_a_best_model_that_was_deleted_is_saved_again(tmp_path):
     best = tmp_path / "best.weights.h5"
 

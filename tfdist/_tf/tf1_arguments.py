@@ -19,7 +19,7 @@ _INSTEAD = {
     "event_file_pattern": "the best result is kept in a file of the exporter",
     "experimental_mode": "export another model with `serving_model_fn`",
     "final_ops_feed_dict": "nothing is fed: pass a function of the session",
-    "hooks": "`predict` runs none",
+    "hooks": "only training and evaluations run them",
     "master": "the cluster is that of `TF_CONFIG`, or the argument `cluster`",
     "params": "use functools.partial(model_fn, ...)",
     "save_graph_def": "no graph is written for TensorBoard",

@@ -81,6 +81,7 @@ class HistoryKeeper(SessionRunHook):
     evaluated: int = -1
     step: int = 0
     rows: list[Row] = dataclasses.field(default_factory=list)
+    _begun = False
 
     def read(self) -> bool:
         """Reads what is there of this call; returns whether it has ended."""
@@ -117,11 +118,13 @@ class HistoryKeeper(SessionRunHook):
     def begin(self) -> None:
         """Lets the hook begin after what an earlier process has evaluated."""
         self.hook.evaluated_step = self.evaluated
+        self._begun = False
 
     def after_create_session(self, session: Session, coord: Any) -> None:
         """Restores what callbacks knew, which begin before this hook."""
-        if self.rows:
-            return  # Not the first session.
+        if self._begun:
+            return  # After a recovery, callbacks have gone on.
+        self._begun = True
         self._forget_after(session.step)  # The newest checkpoint was damaged.
         memories = self.earlier[-1][2] if self.earlier else {}
         for callback in self.callbacks:
